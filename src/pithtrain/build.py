@@ -1,0 +1,119 @@
+"""Spec -> this rank's engine: which layers its two stages hold, their weights, their initial values.
+
+The model folder says what a layer is, `plan.partition` which stage holds it, `zero` where its numbers live. What is
+put together here is passed on as values; nothing keeps a reference to the spec.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pithtrain.models.contract import ModelConfig, load_model
+from pithtrain.ops.dispatch import Lane
+from pithtrain.ops.init import normal_
+from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype
+from pithtrain.ops.norm import rms_norm
+from pithtrain.ops.router import Balance
+from pithtrain.pipeline import Pipeline
+from pithtrain.plan import partition
+from pithtrain.spec import RunSpec
+from pithtrain.tape import Chunk, Head, Traffic
+from pithtrain.world import World
+from pithtrain.zero import AdamW, Zero
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank's part of the run. `dtype` is the compute dtype."""
+
+    world: World
+    zero: Zero
+    pipeline: Pipeline
+    adam: AdamW
+    dtype: torch.dtype
+
+
+def device_type(spec: RunSpec) -> str:
+    """`auto` means CUDA where there is a device."""
+    wanted = spec.training.device
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def compute_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
+    """`auto` means bf16 on CUDA, fp32 on CPU."""
+    wanted = spec.training.compute_dtype
+    if wanted == "auto":
+        wanted = "bfloat16" if device.type == "cuda" else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[wanted]
+
+
+def build(spec: RunSpec, world: World) -> Engine:
+    """Allocate, initialise from the seed, and publish the weights of this rank's stages."""
+    config = spec.model.config
+    dtype = compute_dtype(spec, world.device)
+    last = 2 * world.mesh.pp - 1
+    stages = (world.pp, last - world.pp)  # the V: phase 0 and phase 1
+    layers = partition(config, world.mesh.pp, spec.training.sequence_length)
+    held = {layer for stage in stages for layer in layers[stage]}
+    table = [info for info in config.parameters() if info.layer in held or (info.layer is None and world.pp == 0)]
+    tied = config.tie_word_embeddings
+    zero = Zero(table, world, dtype, uses=lambda name: 2 if tied and name == EMBEDDING else 1)
+    initialise(zero, spec.training.seed)
+
+    weights = zero.weights
+    chunks = tuple(_chunk(spec, world, stage, last, layers[stage], weights) for stage in stages)
+    traffic = Traffic(
+        config.num_experts,
+        Lane(world.ep_fwd_group, world.device),
+        Lane(world.ep_bwd_group, world.device),
+        dedup=spec.moe.dispatch == "dedup",
+    )
+    training = spec.training
+    hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
+    pipeline = Pipeline(world, (chunks[0], chunks[1]), traffic, hidden, dtype, spec.num_micro_batches)
+    o = spec.optimizer
+    return Engine(world, zero, pipeline, AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay), dtype)
+
+
+def initialise(zero: Zero, seed: int) -> None:
+    """Masters from (seed, canonical name, global index), moments zero, weights from masters."""
+    for one in zero.sharded.values():
+        info = one.info
+        if info.init == "normal":
+            row_size = info.size // one.whole_shape[0]
+            normal_(one.master, seed, info.name, one.first_row * row_size, info.std)
+        else:
+            one.master.fill_(1.0 if info.init == "ones" else 0.0)
+    zero.publish()
+
+
+def _chunk(
+    spec: RunSpec, world: World, stage: int, last: int, layers: tuple[int, ...], weights: Mapping[str, Weight]
+) -> Chunk:
+    config, training = spec.model.config, spec.training
+    module = load_model(spec.model.architecture)
+    wide = accumulate_dtype(compute_dtype(spec, world.device))
+    tables = module.rope(config, training.sequence_length, world.device, wide)
+    coef = spec.moe.aux_loss_coef if spec.moe.load_balance_type == "aux_loss" else 0.0
+    balance = Balance(coef, training.global_batch_size * training.sequence_length)
+    return Chunk(
+        layers=tuple(module.build_layer(config, layer, weights, tables, balance) for layer in layers),
+        embedding=weights[EMBEDDING] if stage == 0 else None,
+        head=_head(config, weights) if stage == last else None,
+    )
+
+
+def _head(config: ModelConfig, weights: Mapping[str, Weight]) -> Head:
+    def norm(lin: Linears, vectors: Mapping[str, Tensor], h: Tensor) -> tuple[tuple[Tensor], None]:
+        return (rms_norm(h, vectors["norm"], config.rms_norm_eps),), None
+
+    return Head(
+        norm=Region(norm, {}, {"norm": weights[FINAL_NORM]}),
+        weight=weights[EMBEDDING if config.tie_word_embeddings else HEAD],
+    )

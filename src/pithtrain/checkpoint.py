@@ -1,0 +1,181 @@
+"""Full state on disk: canonical names, whole shapes, any mesh in and out.
+
+    checkpoints/step-00000100/
+        checkpoint.json     written last: step, samples, model, tokenizer, mesh, versions
+        .metadata *.distcp  torch.distributed.checkpoint
+
+A save writes into `step-00000100.partial`, where all ranks put their shards of master, exp_avg and exp_avg_sq as
+DTensors of the whole shape; rank 0 then adds checkpoint.json, flushes it, and one rename makes the checkpoint visible.
+What lacks checkpoint.json or still ends in `.partial` is incomplete: readers skip it and say so. Experts are one
+[E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by dp x cp x ep. Loading
+cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
+
+Cost: 12 bytes per parameter written, each exactly once over all ranks.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from pithtrain.errors import CheckpointError
+from pithtrain.world import World
+from pithtrain.zero import Sharded, Zero
+
+FORMAT = 1
+MARKER = "checkpoint.json"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: optimizer steps done and sequences consumed."""
+
+    step: int
+    samples: int
+
+
+def folder(checkpoints: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def save(checkpoints: Path, zero: Zero, world: World, position: Position, about: dict[str, Any]) -> Path:
+    """Write a checkpoint; every rank calls it, and it is complete and visible when this returns on any rank.
+
+    `about` (JSON values) is kept in checkpoint.json: the model and the tokenizer are compared at a load.
+    """
+    final = folder(checkpoints, position.step)
+    partial = final.with_name(final.name + ".partial")
+    if world.rank == 0:
+        for leftover in (partial, final):  # of a save that was killed, or of a step that is done again
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+    world.barrier()
+    dcp.save(_state(zero, world), checkpoint_id=partial, **_agreement(world))
+    if world.rank == 0:
+        facts = {"updates": zero.updates, "mesh": asdict(world.mesh), "torch": torch.__version__}
+        content = {"format": FORMAT, **asdict(position), **facts, **about}
+        with (partial / MARKER).open("w") as file:
+            json.dump(content, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(final)
+        _sync_folder(checkpoints)
+    world.barrier()
+    return final
+
+
+def newest(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
+    """The complete checkpoint with the highest step, or None. `report` hears of each one that is skipped, and why."""
+    found: list[tuple[int, Path]] = []
+    for path in sorted(checkpoints.glob("step-*")):
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            report(f"{path.name} is not a checkpoint: its name is not step-<number>")
+        elif _read(path) is None:
+            report(f"{path.name} is incomplete: it has no readable {MARKER}")
+        else:
+            found.append((int(match[1]), path))
+    return max(found)[1] if found else None
+
+
+def resolve(path: str, report: Callable[[str], None]) -> Path:
+    """The checkpoint that a user names: its folder, or a run directory, of which the newest. Raises CheckpointError."""
+    folder = Path(path)
+    if (folder / MARKER).exists():
+        return folder
+    found = newest(folder / "checkpoints", report)
+    if found is None:
+        raise CheckpointError(f"resume = {path}: neither a complete checkpoint nor a run directory that has one")
+    return found
+
+
+def load(path: Path, zero: Zero, world: World, about: dict[str, Any]) -> Position:
+    """Read masters and optimizer state into this rank's shards, whatever mesh wrote them; publish the weights.
+
+    Raises CheckpointError when the checkpoint is incomplete, or its model or tokenizer is another one.
+    """
+    content = _read(path)
+    if content is None:
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no readable {MARKER}")
+    problems = [
+        f"{key}: the checkpoint has {theirs!r}, the spec {ours!r}"
+        for kind in ("model", "tokenizer")
+        if kind in about  # only the ranks that read data know the tokenizer
+        for key, theirs, ours in _differences(kind, content.get(kind), about[kind])
+    ]
+    if problems:
+        raise CheckpointError("\n  ".join([f"{path} is of another run and cannot be resumed:", *problems]))
+    dcp.load(_state(zero, world), checkpoint_id=path, **_agreement(world))
+    zero.loaded(content["updates"])
+    return Position(content["step"], content["samples"])
+
+
+def _differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        keys = sorted({*theirs, *ours})
+        return [item for k in keys for item in _differences(f"{key}.{k}", theirs.get(k), ours.get(k))]
+    return [] if theirs == ours else [(key, theirs, ours)]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads((path / MARKER).read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+
+
+def _state(zero: Zero, world: World) -> dict[str, Any]:
+    """DTensors over this rank's own shards: saving reads them, loading writes them in place."""
+    meshes = {kind: _mesh(world, kind) for kind in ("dense", "expert")}
+    state: dict[str, Any] = {}
+    for name, one in zero.sharded.items():
+        for kind, shard in (("master", one.master), ("exp_avg", one.exp_avg), ("exp_avg_sq", one.exp_avg_sq)):
+            state[f"{kind}/{name}"] = as_dtensor(one, shard, meshes[one.info.kind])
+    return state
+
+
+def as_dtensor(one: Sharded, shard: Tensor, mesh: DeviceMesh) -> DTensor:
+    """`shard` as this rank's piece of a tensor of the parameter's whole shape."""
+    shape = torch.Size(one.whole_shape)
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [Shard(0)] * mesh.ndim
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _mesh(world: World, kind: str) -> DeviceMesh:
+    """The ranks that share a kind of parameter on this stage: dense one axis, experts (ep, dp x cp).
+
+    Only coordinates are read from it, no collective runs on it, so it gets no process groups of its own.
+    """
+    m = world.mesh
+    data = [(dp, cp) for dp in range(m.dp) for cp in range(m.cp)]
+    if kind == "expert":
+        ranks: list[Any] = [[m.rank(world.pp, dp, cp, ep) for dp, cp in data] for ep in range(m.ep)]
+    else:
+        ranks = [m.rank(world.pp, dp, cp, ep) for dp, cp in data for ep in range(m.ep)]
+    return DeviceMesh(world.device.type, torch.tensor(ranks), _init_backend=False)
+
+
+def _agreement(world: World) -> dict[str, Any]:
+    return {"no_dist": True} if world.control_group is None else {"process_group": world.control_group}
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

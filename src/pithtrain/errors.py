@@ -1,0 +1,118 @@
+"""The ways a run ends badly, as a tree: each class carries its exit code, and its text is the whole message.
+
+Nothing else in the package decides an exit code. A command catches `PithtrainError`, prints `str(error)` and exits
+with `error.exit_code`; any other exception is our own mistake and keeps its traceback.
+
+    code  meaning
+    0     success
+    1     the run failed: a rank raised, a number was not finite
+    2     the spec, its data or the call is wrong; trying again cannot help
+    3     it cannot fit this memory or device
+    4     stopped before its end with its state saved (`train` only)
+
+Worked example, two mistakes reported at once:
+
+    raise SpecError([Problem("optimizer.lr", -1, "must be greater than 0"),
+                     Problem("training.lr", 0.1, "is not a key of training", "did you mean optimizer.lr?")], "a.yaml")
+
+    a.yaml: 2 problems
+      optimizer.lr = -1: must be greater than 0
+      training.lr = 0.1: is not a key of training; did you mean optimizer.lr?
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LONGEST_VALUE = 120  # characters of a refused value that are shown: enough to recognise it, not a page of YAML
+
+
+class PithtrainError(Exception):
+    """The root: `str(error)` is a readable message that says what to do next."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Stands for the value of a key that is not there: a message shows no value then."""
+
+
+ABSENT = Absent()
+
+
+def show(value: object) -> str:
+    """A value as YAML spells it, cut to a length at which one still recognises it."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a spec: full dotted path ("" = the file itself), the value found, the rule it breaks,
+    and what would work."""
+
+    path: str
+    value: object
+    rule: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        shown = show(self.value)
+        if not self.path:
+            text = self.rule
+        elif self.value == ABSENT:
+            text = f"{self.path}: {self.rule}"
+        else:
+            text = f"{self.path} = {shown}: {self.rule}"
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+class SpecError(PithtrainError):
+    """The run spec is wrong. Holds every problem found, not the first alone."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem], source: str = "spec") -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        self.source = source
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in self.problems)]))
+
+
+class DataError(PithtrainError):
+    """A corpus or tokenizer is missing, corrupt, too short, or holds ids beyond the model's vocabulary."""
+
+    exit_code = 2
+
+
+class RunDirError(PithtrainError):
+    """A run directory exists already, is unknown, or is owned by a live run."""
+
+    exit_code = 2
+
+
+class CheckpointError(PithtrainError):
+    """Nothing complete to resume from, or a checkpoint of another shape."""
+
+    exit_code = 2
+
+
+class CapacityError(PithtrainError):
+    """The run cannot fit this memory or this device."""
+
+    exit_code = 3
+
+
+class RunFailed(PithtrainError):  # noqa: N818  it is a state of the run, and read as one
+    """A rank failed; the message is the first cause."""
+
+
+class NotFiniteError(PithtrainError):
+    """A loss or gradient norm was NaN or infinite and `guards.non_finite` is `stop`."""
+
+
+class StoppedEarly(PithtrainError):  # noqa: N818
+    """Asked to stop before the last step; the state is saved and the run can be resumed."""
+
+    exit_code = 4

@@ -1,0 +1,220 @@
+"""What a run says of itself: one line per logged step, one line per event, to the console, two files and W&B.
+
+Rank 0 alone opens `Events`; the numbers that come in are already those of the whole mesh. Three places, three jobs:
+
+    console          step 20/300 | loss 6.1034 | aux 1.021 | lr 1.00e-03 | grad 0.834 | 9,120 tok/s | ...
+    metrics.jsonl    the same as one flat JSON object a step, unrounded, null where unknown: programs read this
+    W&B              the same under train/..., with train/step as the declared axis
+
+The file is the truth and W&B is a view of it: nothing is ever read back from W&B, and nothing it does (no login, no
+network, a full disk) stops training. The first failure is one warning, and that is all of it from then on. Every wait
+for it is bounded, because the other ranks wait for rank 0.
+
+A resumed run continues the files: `rewind(step)` first cuts the lines beyond the checkpoint, so that no step is there
+twice, and a line that a killed writer left torn. `step` counts from 1: line k has the loss of the batch that made
+update k.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from pithtrain import rundir
+from pithtrain.rundir import RunDir
+from pithtrain.spec import RunSpec
+
+WANDB_TIMEOUT_S = 60  # of init, and of the last upload: the other ranks wait for rank 0 that long
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """One logged step, over the whole mesh. None: unknown, or not computed at this step.
+
+    `loss` is the LM cross entropy alone in nats per token, `aux_loss` the mean over layers (1.0 is perfect balance),
+    `grad_norm` the global norm before clipping, memory in GiB, times in seconds.
+    """
+
+    step: int
+    tokens_seen: int
+    loss: float
+    aux_loss: float | None
+    router_z_loss: float | None
+    head_z_loss: float | None
+    lr: float
+    grad_norm: float
+    step_time_s: float | None
+    tokens_per_second: float | None
+    tflops_per_device: float | None
+    mfu: float | None
+    memory_peak_gib: float | None
+    data_wait_s: float | None
+    checkpoint_stall_s: float | None
+    expert_load_max_over_mean: float | None
+    attempt: int
+    val_loss: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+    def flat(self) -> dict[str, Any]:
+        """The keys of metrics.jsonl in their order. A number that is not finite is null: JSON has no NaN."""
+        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "val_loss"}
+        row |= {f"val_loss/{source}": loss for source, loss in self.val_loss.items()}
+        return {key: _finite(value) for key, value in row.items()}
+
+
+def console_line(metrics: Metrics, max_steps: int) -> str:
+    """The console's line for a step; what is unknown is left out."""
+    parts: list[tuple[str, float | None]] = [
+        (f"step {metrics.step}/{max_steps}", 0.0),
+        ("loss {:.4f}", metrics.loss),
+        ("aux {:.3f}", metrics.aux_loss),
+        ("lr {:.2e}", metrics.lr),
+        ("grad {:.3f}", metrics.grad_norm),
+        ("{:,.0f} tok/s", metrics.tokens_per_second),
+        ("{:.2f} TFLOP/s", metrics.tflops_per_device),
+        ("{:.1f} GiB", metrics.memory_peak_gib),
+        *((f"val {source} {{:.4f}}", loss) for source, loss in metrics.val_loss.items()),
+    ]
+    return " | ".join(text.format(value) for text, value in parts if value is not None)
+
+
+class Events:
+    """The writer of one attempt. Open it on rank 0 only, call `rewind` after the checkpoint is chosen, then `close`."""
+
+    def __init__(self, run: RunDir, spec: RunSpec, attempt: int) -> None:
+        self.run, self.spec, self.attempt = run, spec, attempt
+        self._metrics_file = _open_whole(run.metrics)
+        self._events_file = _open_whole(run.events)
+        self._wandb = Wandb(run, spec, attempt, warn=self._warn)
+
+    def metrics(self, metrics: Metrics) -> None:
+        row = metrics.flat()
+        print(json.dumps(row), file=self._metrics_file, flush=True)
+        print(console_line(metrics, self.spec.training.max_steps), flush=True)
+        self._wandb.log(row)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened: started, saved, resumed, ... ; fields are plain JSON values."""
+        row = {"time": time.time(), "event": kind, "attempt": self.attempt, **fields}
+        print(json.dumps(row), file=self._events_file, flush=True)
+        text = ", ".join(f"{key} {value}" for key, value in fields.items())
+        print(f"{kind}: {text}" if text else kind, flush=True)
+
+    def rewind(self, step: int) -> None:
+        """Cut the lines of metrics.jsonl beyond `step`, the step of the checkpoint that training goes on from."""
+        rows = rundir.read_lines(self.run.metrics)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) == len(rows):
+            return
+        self._metrics_file.close()
+        rundir.write_atomic(self.run.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        self._metrics_file = _open_whole(self.run.metrics)
+        self.event("rewound", step=step, lines_cut=len(rows) - len(kept))
+
+    def close(self, exit_code: int) -> None:
+        self._wandb.finish(exit_code)
+        self._metrics_file.close()
+        self._events_file.close()
+
+    def _warn(self, problem: str) -> None:
+        self.event("warning", message=f"W&B: {problem}; training goes on without it")
+
+
+class Wandb:
+    """The one W&B run of all attempts, or nothing: every failure turns it off with one warning.
+
+    `import wandb` costs about a second, so it happens here, on rank 0, and only when asked for.
+    """
+
+    def __init__(self, run: RunDir, spec: RunSpec, attempt: int, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._run: Any = None
+        mode = spec.logging.wandb.mode
+        if mode != "disabled":
+            self._run = self._bounded(lambda: _open_wandb(run, spec, attempt), WANDB_TIMEOUT_S + 15)
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._run is None:
+            return
+        values = {_wandb_key(key): value for key, value in row.items() if value is not None}
+        try:
+            self._run.log(values)
+        except Exception as error:
+            self._off(str(error))
+
+    def finish(self, exit_code: int) -> None:
+        if self._run is not None:
+            run = self._run
+            self._bounded(lambda: run.finish(exit_code=exit_code), WANDB_TIMEOUT_S)
+
+    def _bounded(self, call: Callable[[], Any], timeout_s: float) -> Any:
+        """Run `call` in a thread for at most `timeout_s`: its own time limits do not cover every wait."""
+        answer: list[Any] = []
+        failure: list[str] = [f"no answer within {timeout_s:.0f} s"]
+
+        def run() -> None:
+            try:
+                answer.append(call())
+            except BaseException as error:  # it is known to raise SystemExit and KeyboardInterrupt as well
+                failure[0] = str(error).strip() or type(error).__name__
+
+        thread = threading.Thread(target=run, name="wandb", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if answer:
+            return answer[0]
+        self._off(failure[0])
+        return None
+
+    def _off(self, problem: str) -> None:
+        self._run = None
+        self._warn(" ".join(problem.split()))
+
+
+def _open_wandb(run: RunDir, spec: RunSpec, attempt: int) -> Any:
+    import wandb
+
+    options = spec.logging.wandb
+    if options.mode == "online" and not wandb.login(prompt=False, verify=False, timeout=WANDB_TIMEOUT_S):
+        raise RuntimeError("not logged in (`wandb login`, or logging.wandb.mode=offline)")
+    os.environ["WANDB_DIR"] = str(run.wandb_dir)
+    opened = wandb.init(
+        project=options.project,
+        entity=options.entity,
+        group=options.group,
+        tags=list(options.tags),
+        name=options.name or spec.name,
+        id=run.wandb_id.read_text(encoding="utf-8").strip(),
+        resume="allow",
+        mode=options.mode,
+        dir=run.wandb_dir,
+        config=spec.model_dump(mode="json") | {"attempt": attempt},
+        allow_val_change=True,
+        settings=wandb.Settings(init_timeout=WANDB_TIMEOUT_S, console="off", silent=True),
+    )
+    opened.define_metric("train/step")
+    opened.define_metric("*", step_metric="train/step")
+    return opened
+
+
+def _wandb_key(key: str) -> str:
+    return key.replace("val_loss/", "val/loss_") if key.startswith("val_loss/") else f"train/{key}"
+
+
+def _open_whole(path: Path) -> TextIO:
+    """Open a `.jsonl` file for appending, without the torn last line that a killed writer may have left."""
+    with path.open("a+b") as file:
+        file.seek(0)
+        text = file.read()
+        whole = text.rfind(b"\n") + 1
+        if whole < len(text):
+            file.truncate(whole)
+    return path.open("a", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,76 @@
+"""Qwen3-MoE (Qwen3-30B-A3B and its family), told whole: attention, router, dense MLP, and how a layer is put together.
+
+    mid = h + o_proj(attention(rope(norm_q(q)), rope(norm_k(k)), v))        q, k, v from norm(h); grouped queries
+    n   = norm(mid)
+    MoE:    w, ids = top-k of softmax(gate(n));   h' = mid + sum over experts of w * down(silu(gate) * up)
+    dense:  h' = mid + down(silu(gate(n)) * up(n))
+
+Pre-norm, RMSNorm in fp32, no biases but those of `attention_bias`, RMSNorm per head on q and k before the rotation.
+The routed experts and the sum are the tape's edges; this file holds what lies between two of them.
+
+Legend: B sequences, S positions, T = B * S tokens, H hidden, D head width, E experts, K experts per token.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pithtrain.models.contract import Layer
+from pithtrain.models.qwen3_moe.config import Config
+from pithtrain.ops.attention import attention
+from pithtrain.ops.experts import Experts
+from pithtrain.ops.linear import Linears, Region, Weight
+from pithtrain.ops.norm import rms_norm, rope_tables, rotate_halves
+from pithtrain.ops.router import Balance, Routing, route_softmax
+from pithtrain.ops.swiglu import swiglu
+
+Vectors = Mapping[str, Tensor]
+
+
+def rope(config: Config, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Rotary tables of `length` positions, made once per run; `dtype` is the accumulate dtype."""
+    return rope_tables(config.head_dim, config.rope_theta, length, device, dtype)
+
+
+def build_layer(config: Config, index: int, weights: Mapping[str, Weight], tables: Tensor, balance: Balance) -> Layer:
+    """Layer `index` over the weights of this rank, found by their canonical names."""
+    prefix = f"model.layers.{index}."
+    own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+    vectors = {name.removesuffix(".weight"): w for name, w in own.items() if name.endswith("norm.weight")}
+    matrices = {name.removesuffix(".weight"): w for name, w in own.items() if not name.endswith("norm.weight")}
+    if not config.is_moe(index):
+        return Layer(index, Region(partial(_dense_layer, config, tables), matrices, vectors), None, None)
+    experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
+    return Layer(index, Region(partial(_attend, config, tables, balance), matrices, vectors), None, experts)
+
+
+def _attend(
+    config: Config, tables: Tensor, balance: Balance, lin: Linears, vectors: Vectors, h_BSH: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
+    """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
+    mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
+    n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
+    weights_TK, routing = route_softmax(lin("mlp.gate", n), config.num_experts_per_tok, config.norm_topk_prob, balance)
+    return (mid, n, weights_TK), routing
+
+
+def _dense_layer(
+    config: Config, tables: Tensor, lin: Linears, vectors: Vectors, h_BSH: Tensor
+) -> tuple[tuple[Tensor], None]:
+    """h -> (h',): a layer without experts is one region."""
+    mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
+    n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps)
+    act = swiglu(lin("mlp.gate_proj", n), lin("mlp.up_proj", n))
+    return (mid + lin("mlp.down_proj", act),), None
+
+
+def _attention(config: Config, tables: Tensor, lin: Linears, vectors: Vectors, h_BSH: Tensor) -> Tensor:
+    eps, head_dim = config.rms_norm_eps, config.head_dim
+    x = rms_norm(h_BSH, vectors["input_layernorm"], eps)
+    q, k, v = (lin(f"self_attn.{p}_proj", x).unflatten(-1, (-1, head_dim)) for p in "qkv")
+    q = rotate_halves(rms_norm(q, vectors["self_attn.q_norm"], eps), tables)
+    k = rotate_halves(rms_norm(k, vectors["self_attn.k_norm"], eps), tables)
+    out = attention(q, k, v, scale=head_dim**-0.5)
+    return lin("self_attn.o_proj", out.flatten(2))

@@ -1,0 +1,56 @@
+"""The head's linear and the cross entropy in one pass over chunks of tokens: the logits never exist as a whole.
+
+    s = h W^T (fp32);  lse = logsumexp(s);  loss += scale * sum over valid tokens of (lse - s[y])
+    g[v] = valid * scale * (softmax(s)[v] - [v == y]);  dh = g W;  W.main_grad += g^T h (fp32)
+
+The loss has gradient 1, so forward does all of it: the last stage's backward starts from dh. `scale` is one over the
+valid tokens of the *global* batch, the only scaling of a gradient anywhere. Peak memory is one chunk of fp32 logits:
+2,048 x 151,936 x 4 B = 1.2 GB for Qwen3.
+"""
+
+import torch
+from torch import Tensor
+
+from pithtrain.ops.linear import Weight, accumulate_dtype, add_weight_grad
+
+CHUNK = 2048  # at ~600 tokens, adding into main_grad would cost as much as the GEMM (ENGINE.md section 10)
+IGNORE = -100
+
+
+def linear_cross_entropy(h_TH: Tensor, weight: Weight, labels_T: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """-> (scale * summed loss, fp32 scalar; its gradient for h, [T, H] in h's dtype). Adds to weight.main_grad once.
+
+    labels_T int64; IGNORE marks a token without loss. All other labels are in the vocabulary: `data` has checked.
+    """
+    dh_TH = torch.empty_like(h_TH)
+    loss = torch.zeros((), dtype=accumulate_dtype(h_TH.dtype), device=h_TH.device)
+
+    def chunks(main_grad: Tensor) -> None:
+        for start in range(0, h_TH.shape[0], CHUNK):
+            part = slice(start, start + CHUNK)
+            chunk_loss, grad_TV = _loss_and_grad(_logits(h_TH[part], weight.data), labels_T[part], scale)
+            loss.add_(chunk_loss)
+            grad_TV = grad_TV.to(h_TH.dtype)
+            torch.mm(grad_TV, weight.data, out=dh_TH[part])
+            add_weight_grad(main_grad, grad_TV, h_TH[part])
+
+    weight.add(chunks)
+    return loss, dh_TH
+
+
+def _logits(h_TH: Tensor, w_VH: Tensor) -> Tensor:
+    dtype = accumulate_dtype(h_TH.dtype)
+    if h_TH.is_cuda and h_TH.dtype != dtype:
+        return torch.mm(h_TH, w_VH.t(), out_dtype=dtype)
+    return h_TH.to(dtype) @ w_VH.to(dtype).t()
+
+
+def _loss_and_grad(logits_TV: Tensor, labels_T: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain torch; overwrites logits_TV with the gradient."""
+    valid = labels_T != IGNORE
+    target = labels_T.where(valid, 0)[:, None]
+    lse = logits_TV.logsumexp(-1, keepdim=True)
+    loss = (lse - logits_TV.gather(1, target)).squeeze(1).where(valid, 0).sum() * scale
+    grad = logits_TV.sub_(lse).exp_()
+    grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
+    return loss, grad.mul_((valid * scale)[:, None])

@@ -1,0 +1,52 @@
+"""Grouped GEMMs: one matrix per expert, rows of an expert in one block.
+
+`ends_E` holds int32 end offsets. Any group size is legal, zero included; exactly R rows are allocated, so nothing
+behind the last group is ever read. CUDA uses `F.grouped_mm`; the CPU twin is a loop over experts.
+
+Legend: R rows in expert order, E local experts, N output width, K input width.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pithtrain.ops.linear import add_weight_grad
+
+
+def grouped_linear(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """x W_e^T for the rows of each expert e -> [R, N]."""
+    return _grouped(x_RK, w_ENK.transpose(1, 2), ends_E)
+
+
+def grouped_linear_dx(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """dy W_e for the rows of each expert e -> [R, K]."""
+    return _grouped(dy_RN, w_ENK, ends_E)
+
+
+def _grouped(x: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
+    if x.is_cuda and x.shape[0]:
+        return F.grouped_mm(x, matrices, offs=ends_E)
+    out = x.new_empty(x.shape[0], matrices.shape[2])
+    if not x.shape[0]:
+        return out
+    for e, (start, end) in enumerate(_blocks(ends_E)):
+        torch.mm(x[start:end], matrices[e], out=out[start:end])
+    return out
+
+
+def add_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
+    """main_grad[e] += dy_e^T x_e; experts without rows are left as they are."""
+    if not dy_RN.shape[0]:
+        return
+    if dy_RN.is_cuda:
+        main_ENK.add_(F.grouped_mm(dy_RN.t(), x_RK, offs=ends_E))
+        return
+    for e, (start, end) in enumerate(_blocks(ends_E)):
+        add_weight_grad(main_ENK[e], dy_RN[start:end], x_RK[start:end])
+
+
+def _blocks(ends_E: Tensor) -> list[tuple[int, int]]:
+    ends = [0, *ends_E.tolist()]  # host read, of a CPU tensor
+    return list(itertools.pairwise(ends))

@@ -1,0 +1,109 @@
+"""Index arithmetic of the expert exchange, in plain tensor operations: no atomics, no host synchronisation.
+
+Two index sets, built from expert ids alone:
+
+*Rows, on the source* (`plan_rows`). Slot (t, j) is token t's j-th expert. With `dedup`, a token goes once to each rank
+that owns any of its experts; with plain dispatch once per slot. Rows are ordered by destination, then token, then slot.
+Worked example, 2 ranks x 2 experts, ids = [[0, 1], [3, 0], [2, 3]]:
+
+    dedup:  rank 0 gets tokens 0, 1; rank 1 gets tokens 1, 2            4 rows
+    plain:  rank 0 gets tokens 0, 0, 1; rank 1 gets tokens 1, 2, 2      6 rows
+
+*Slots, on the destination* (`order_slots`). The slots of the received rows, sorted by local expert, ties by (row,
+slot): a stable counting sort, so that a grouped GEMM reads each expert's rows as one block.
+
+Sums over slots and over ranks run in a fixed order in fp32 (`ordered_sum`): for each destination rank its slots in
+top-k order, then over ranks. Plain and dedup sum in the same order, and are bitwise equal in fp32.
+
+Legend: T tokens, K experts per token, G ranks, U rows, R slots, q slots a row can carry, C copies per (token, rank).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a rank sends, before their number is known on the host.
+
+    row_TK, col_TK: where slot (t, j) travels: its row, and its column in that row's record. token_U: the token of a
+    row; entries beyond the real count are unspecified. row_TGC: the rows of token t at rank g, -1 where there is none.
+    local_Uq: local expert ids of a row's slots in top-k order, -1 padded. counts_G2: (rows, slots) per destination.
+    """
+
+    row_TK: Tensor
+    col_TK: Tensor
+    token_U: Tensor
+    row_TGC: Tensor
+    local_Uq: Tensor
+    counts_G2: Tensor
+
+
+def plan_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int, dedup: bool) -> Rows:
+    """Plan what is sent. ids_TK int64, distinct within a token; expert x lives on rank x // experts_per_rank."""
+    tokens, k = ids_TK.shape
+    device = ids_TK.device
+    per_row = min(k, experts_per_rank) if dedup else 1
+    copies = 1 if dedup else min(k, experts_per_rank)
+    max_rows = tokens * (min(k, num_ranks) if dedup else k)
+
+    rank_TK = ids_TK // experts_per_rank
+    same = rank_TK[:, :, None] == rank_TK[:, None, :]
+    nth_TK = torch.tril(same, -1).sum(-1)  # how many earlier slots of this token go to the same rank
+    slots_TG = (rank_TK[:, :, None] == torch.arange(num_ranks, device=device)).sum(1)
+    rows_TG = slots_TG.clamp(max=1) if dedup else slots_TG
+    flat = rows_TG.t().reshape(-1)  # destination-major
+    first_TG = (flat.cumsum(0) - flat).view(num_ranks, tokens).t()
+
+    row_TK = first_TG.gather(1, rank_TK) + (0 if dedup else nth_TK)
+    col_TK = nth_TK if dedup else torch.zeros_like(nth_TK)
+    token_U = torch.zeros(max_rows, dtype=torch.int64, device=device)
+    token_U[row_TK] = torch.arange(tokens, device=device)[:, None].expand(tokens, k)
+    local_Uq = torch.full((max_rows, per_row), -1, dtype=torch.int64, device=device)
+    local_Uq[row_TK, col_TK] = ids_TK % experts_per_rank
+    copy = torch.arange(copies, device=device)
+    row_TGC = torch.where(copy < rows_TG[:, :, None], first_TG[:, :, None] + copy, -1)
+    counts_G2 = torch.stack((rows_TG.sum(0), slots_TG.sum(0)), dim=1)
+    return Rows(row_TK, col_TK, token_U, row_TGC, local_Uq, counts_G2)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of a rank's rows in expert order.
+
+    row_R: the row of each slot. record_R: its flat place in the [U, q] records. slot_Uq: the inverse, -1 where a record
+    is padding. ends_E: int32 end offset of each local expert's block, as `grouped_mm` takes them.
+    """
+
+    row_R: Tensor
+    record_R: Tensor
+    slot_Uq: Tensor
+    ends_E: Tensor
+
+
+def order_slots(local_Uq: Tensor, num_experts: int, num_slots: int) -> Slots:
+    """Sort slots by local expert. local_Uq int64, -1 for padding; num_slots: how many are not, known on the host."""
+    rows, per_row = local_Uq.shape
+    flat = local_Uq.reshape(-1)
+    key = torch.where(flat < 0, num_experts, flat)
+    order = key.sort(stable=True).indices
+    record_R = order[:num_slots]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    slot_Uq = torch.where(flat < 0, -1, place).view(rows, per_row)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, key, torch.ones_like(key))
+    return Slots(record_R // per_row, record_R, slot_Uq, counts[:-1].cumsum(0).to(torch.int32))
+
+
+def ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype) -> Tensor:
+    """out[n] = sum over c, in order, of values[index[n, c]] in `dtype`; -1 adds nothing. -> [N, H]."""
+    out = torch.zeros(index_NC.shape[0], values_RH.shape[1], dtype=dtype, device=values_RH.device)
+    if values_RH.shape[0] == 0:
+        return out
+    for index in index_NC.unbind(1):
+        term = values_RH[index.clamp(min=0)].to(dtype)
+        out += torch.where((index >= 0)[:, None], term, 0)  # select, never multiply: NaN x 0 is NaN
+    return out

@@ -1,0 +1,159 @@
+"""Plays a schedule: activations in and out, forwards, backwards, overlapped pairs, and weight gradients put aside.
+
+`schedule` decides what happens when; this file only knows how. Before each action its grouped batch of sends and
+receives is launched; an action that computes waits for the batches launched so far, W waits for none. What a chunk
+sends was produced by it alone, and is kept until its batch has been waited for.
+"""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pithtrain.schedule import P2P, Action, dualpipev
+from pithtrain.tape import (
+    Chunk,
+    Closures,
+    Labels,
+    Stats,
+    Tape,
+    Traffic,
+    backward,
+    forward,
+    overlap,
+    run_backward,
+    run_forward,
+    run_now,
+)
+from pithtrain.world import World
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens and labels [mbs, S] int64 on the device; on pipeline rank 0 only."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+@dataclass
+class _Step:
+    """What lives during one step, keyed by (kind of message, micro-batch) or (phase, micro-batch)."""
+
+    batches: Sequence[MicroBatch]
+    scale: Tensor
+    stats: Stats
+    incoming: dict[tuple[str, int], Tensor] = field(default_factory=dict[tuple[str, int], Tensor])
+    outgoing: dict[tuple[str, int], Tensor] = field(default_factory=dict[tuple[str, int], Tensor])
+    tapes: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
+    aside: deque[Closures] = field(default_factory=deque[Closures])
+    flying: list[tuple[dist.Work, list[Tensor]]] = field(default_factory=list[tuple[dist.Work, list[Tensor]]])
+
+
+class Pipeline:
+    """This rank's two chunks and the actions it plays with them each step."""
+
+    def __init__(
+        self,
+        world: World,
+        chunks: tuple[Chunk, Chunk],
+        traffic: Traffic,
+        hidden_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        micro_batches: int,
+    ):
+        """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. Needs micro_batches >= 2 pp."""
+        self._world = world
+        self._chunks = chunks
+        self._traffic = traffic
+        self._hidden_shape = hidden_shape
+        self._dtype = dtype
+        self._actions: list[Action] = dualpipev(world.mesh.pp, world.pp, micro_batches)
+        self._last = world.pp == world.mesh.pp - 1
+
+    @torch.no_grad()
+    def step(self, batches: Sequence[MicroBatch], scale: Tensor, stats: Stats) -> None:
+        """All forwards and backwards of a step: main gradients hold their sums when it returns, `stats` the losses.
+
+        `batches`: one per micro-batch on pipeline rank 0, empty elsewhere. `scale`: one over the valid tokens of the
+        global batch, a device scalar.
+        """
+        step = _Step(batches, scale, stats)
+        for action in self._actions:
+            self._communicate(step, action.before)
+            if action.op == "W":
+                run_now(step.aside.popleft())
+                continue
+            self._wait(step)
+            fwd, bwd = action.fwd, action.bwd
+            if fwd and bwd:
+                out, dx = overlap(self._forward(step, fwd), self._backward(step, bwd), run_now)
+                self._forward_done(step, fwd, out)
+                self._backward_done(step, bwd, dx)
+            elif fwd:
+                self._forward_done(step, fwd, run_forward(self._forward(step, fwd)))
+            elif bwd:
+                bundle: Closures = []
+                dx = run_backward(self._backward(step, bwd), bundle.extend if action.op == "b" else run_now)
+                if action.op == "b":
+                    step.aside.append(bundle)
+                self._backward_done(step, bwd, dx)
+        self._wait(step)
+        left = (step.incoming, step.outgoing, step.tapes, step.aside)
+        assert not any(left), f"a step left {[len(x) for x in left]} inputs, outputs, tapes and bundles behind"
+
+    def _forward(self, step: _Step, fwd: tuple[int, int]) -> Generator[None, None, tuple[Tensor | None, Tape]]:
+        phase, chunk = fwd
+        model = self._chunks[phase]
+        x = step.batches[chunk].tokens if model.embedding is not None else step.incoming.pop((f"F{phase}", chunk))
+        labels = Labels(step.batches[chunk].labels, step.scale) if model.head is not None else None
+        return forward(model, x, self._traffic, labels, step.stats)
+
+    def _forward_done(self, step: _Step, fwd: tuple[int, int], result: tuple[Tensor | None, Tape]) -> None:
+        phase, chunk = fwd
+        h, step.tapes[fwd] = result
+        if phase == 0 and self._last:
+            assert h is not None, "stage P-1 is not the model's last"
+            step.incoming["F1", chunk] = h  # the turn: stage P is on this rank
+        elif h is not None:
+            step.outgoing[f"F{phase}", chunk] = h
+
+    def _backward(self, step: _Step, bwd: tuple[int, int]) -> Generator[Closures, None, Tensor | None]:
+        phase, chunk = bwd
+        model = self._chunks[phase]
+        dh = None if model.head is not None else step.incoming.pop((f"B{phase}", chunk))
+        return backward(model, step.tapes.pop(bwd), dh)
+
+    def _backward_done(self, step: _Step, bwd: tuple[int, int], dx: Tensor | None) -> None:
+        phase, chunk = bwd
+        if phase == 1 and self._last:
+            assert dx is not None, "stage P is not the model's first"
+            step.incoming["B0", chunk] = dx  # the turn
+        elif dx is not None:
+            step.outgoing[f"B{phase}", chunk] = dx
+
+    def _communicate(self, step: _Step, messages: tuple[P2P, ...]) -> None:
+        """Launch one grouped batch, in the schedule's order: messages of a pair of ranks match first in, first out."""
+        if not messages:
+            return
+        ops: list[dist.P2POp] = []
+        sent: list[Tensor] = []
+        for message in messages:
+            key = (message.kind, message.chunk)
+            peer = self._world.pp_peer(message.peer)
+            if message.send:
+                sent.append(step.outgoing.pop(key).contiguous())
+                ops.append(dist.P2POp(dist.isend, sent[-1], peer, self._world.pp_group))
+            else:
+                buffer = torch.empty(self._hidden_shape, dtype=self._dtype, device=self._world.device)
+                step.incoming[key] = buffer
+                ops.append(dist.P2POp(dist.irecv, buffer, peer, self._world.pp_group))
+        step.flying.extend((work, sent) for work in dist.batch_isend_irecv(ops))
+
+    def _wait(self, step: _Step) -> None:
+        for work, _ in step.flying:
+            work.wait()
+        step.flying.clear()

@@ -1,0 +1,416 @@
+"""The run directory: every path of a run as a property, and the few small files that more than one process reads.
+
+One noun for paths. Whatever a run leaves behind stands under one folder, so that "what happened to it?" is
+answered by reading files, on any machine that sees the folder, without the process that made it:
+
+    runs/tiny/
+        spec.yaml  submit.json  plan.json   the resolved spec; command, code state, versions, jobs; what was promised
+        code/                               the snapshot of the package that the workers import
+        slurm/                              submission.sh and submitit's own files
+        attempts.jsonl                      one line an attempt: job, host, start, end, how it ended, its steps
+        logs/attempt-1/rank-0.log ...       logs/latest points to the newest; the attempt's spec lies beside the logs
+        errors/attempt-1/rank-3.json        time, type, message, traceback, written by the dying rank itself
+        metrics.jsonl  events.jsonl         one line a logged step, one line an event
+        checkpoints/step-00000100/          complete or invisible (checkpoint.py)
+        wandb/  wandb.id                    the id is made with the directory: one W&B run over all attempts
+        DONE STOP REQUEUE                   markers, stamped with the attempt; stale ones are cleared at attempt start
+
+Two rules keep it true without locks. A directory and an attempt are *claimed* by `mkdir`, which one caller wins; and a
+file that is read while it changes is written aside and renamed, so a reader sees the old text or the new one. Lines of
+a `.jsonl` file are appended whole; a torn last line (the writer was killed) is skipped by readers and cut by the next
+writer.
+
+    run = RunDir(Path("runs/tiny"))
+    run.log(attempt=1, rank=0)      -> runs/tiny/logs/attempt-1/rank-0.log
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+import pithtrain
+from pithtrain.errors import RunDirError
+
+ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """Every path of one run. Building it touches nothing; `path` need not exist."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def spec_yaml(self) -> Path:
+        return self.path / "spec.yaml"
+
+    @property
+    def submit_json(self) -> Path:
+        return self.path / "submit.json"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def code(self) -> Path:
+        """The folder to put on PYTHONPATH: it holds `pithtrain/`."""
+        return self.path / "code"
+
+    @property
+    def slurm(self) -> Path:
+        return self.path / "slurm"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / f"attempt-{attempt}"
+
+    def log(self, attempt: int, rank: int) -> Path:
+        return self.logs(attempt) / f"rank-{rank}.log"
+
+    @property
+    def latest_logs(self) -> Path:
+        return self.path / "logs" / "latest"
+
+    def attempt_spec(self, attempt: int) -> Path:
+        return self.logs(attempt) / "spec.yaml"
+
+    def rendezvous(self, attempt: int) -> Path:
+        """The file store through which processes of one host find each other."""
+        return self.logs(attempt) / "rendezvous"
+
+    def errors(self, attempt: int) -> Path:
+        return self.path / "errors" / f"attempt-{attempt}"
+
+    def error(self, attempt: int, rank: int) -> Path:
+        return self.errors(attempt) / f"rank-{rank}.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def wandb_dir(self) -> Path:
+        """W&B's `dir`: it makes its own `wandb/` inside."""
+        return self.path
+
+    @property
+    def wandb_id(self) -> Path:
+        return self.path / "wandb.id"
+
+    @property
+    def done(self) -> Path:
+        return self.path / "DONE"
+
+    @property
+    def stop(self) -> Path:
+        return self.path / "STOP"
+
+    @property
+    def requeue(self) -> Path:
+        return self.path / "REQUEUE"
+
+
+# ---- files that are read while they change ---------------------------------------------------------------------------
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write `text` aside, flush it to the disk, rename it to `path`."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None where there is no such file or it is not (yet) a whole object."""
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a `.jsonl` file in order, without lines that are not whole; [] where the file is missing."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in text.split("\n")[:-1]:  # what follows the last newline is a torn line, or nothing
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def mark(marker: Path, attempt: int, **fields: Any) -> None:
+    """Set a marker (DONE, STOP, REQUEUE), stamped with the attempt and the time."""
+    write_atomic(marker, json.dumps({"attempt": attempt, "time": time.time(), **fields}) + "\n")
+
+
+def clear_stale_markers(run: RunDir, attempt: int) -> None:
+    """Remove markers of earlier attempts. One set for `attempt` itself stays: it was cancelled before it began."""
+    for marker in (run.done, run.stop, run.requeue):
+        stamp = read_json(marker)
+        if stamp is None or stamp.get("attempt", 0) < attempt:
+            marker.unlink(missing_ok=True)
+
+
+# ---- making and finding ----------------------------------------------------------------------------------------------
+
+
+def create(path: Path, spec_yaml: str, plan: dict[str, Any], command: list[str]) -> RunDir:
+    """Make the run directory `path`, exclusively, with the spec, the plan, the code snapshot and the W&B id.
+
+    Raises RunDirError where the directory exists: it says how its spec differs and what to type instead.
+    """
+    run = RunDir(path.absolute())
+    try:
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir()
+    except FileExistsError:
+        raise RunDirError(_exists_message(run, spec_yaml)) from None
+    except OSError as error:
+        raise RunDirError(f"cannot make the run directory {run.path}: {error.strerror}") from error
+    run.slurm.mkdir()
+    run.wandb_id.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+    write_atomic(run.spec_yaml, spec_yaml)
+    write_atomic(run.plan_json, json.dumps(plan, indent=2) + "\n")
+    about = {
+        "name": run.name,
+        "command": command,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "code": snapshot_code(run),
+        "versions": _versions(),
+        "jobs": [],
+    }
+    write_atomic(run.submit_json, json.dumps(about, indent=2) + "\n")
+    return run
+
+
+def snapshot_code(run: RunDir) -> dict[str, Any]:
+    """Copy the running package to `run.code`; return its hash and, from a git checkout, commit and `dirty`.
+
+    The files are copied as they are on the disk, so edited and untracked ones too. In a checkout the difference to the
+    commit is kept beside them as `code/dirty.diff`. About 1 MB and 20 ms.
+    """
+    package = Path(pithtrain.__file__).parent
+    shutil.copytree(package, run.code / "pithtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    about: dict[str, Any] = {"sha256": tree_hash(run.code / "pithtrain")}
+    commit = _git(package, "rev-parse", "HEAD")
+    if commit is not None:
+        difference = _git(package, "diff", "HEAD", "--", ".") or ""
+        untracked = _git(package, "ls-files", "--others", "--exclude-standard", "--", ".") or ""
+        about |= {"commit": commit.strip(), "dirty": bool(difference or untracked)}
+        if difference:
+            (run.code / "dirty.diff").write_text(difference, encoding="utf-8")
+    return about
+
+
+def renew_code(run: RunDir) -> list[str]:
+    """For an explicit resume: take a new snapshot where the package has changed, keeping the old one beside it.
+
+    Returns the files that differ, [] where nothing did.
+    """
+    package = Path(pithtrain.__file__).parent
+    old, new = _file_hashes(run.code / "pithtrain"), _file_hashes(package)
+    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    if changed:
+        before = len(list(run.path.glob("code-before-*")))
+        run.code.rename(run.path / f"code-before-{before + 1}")
+        update_submit(run, code=snapshot_code(run))
+    return changed
+
+
+def tree_hash(folder: Path) -> str:
+    """SHA-256 over the names and contents of a folder's files, caches left out."""
+    return hashlib.sha256(json.dumps(sorted(_file_hashes(folder).items())).encode()).hexdigest()
+
+
+def find(reference: str, output_dir: Path) -> RunDir:
+    """The run meant by `reference`: a directory, a name under `output_dir`, or the id of one of its jobs.
+
+    Raises RunDirError with the nearest names where there is none.
+    """
+    for path in (Path(reference), output_dir / reference):
+        if (path / "spec.yaml").exists():
+            return RunDir(path.absolute())
+    known = runs(output_dir)
+    for run in known:
+        if any(job.get("job_id") == reference for job in (read_json(run.submit_json) or {}).get("jobs", [])):
+            return run
+    names = [run.name for run in known]
+    near = difflib.get_close_matches(Path(reference).name, names, n=3, cutoff=0.4) or names[-3:]
+    hint = f"nearest: {', '.join(near)}" if near else "there are no runs yet"
+    raise RunDirError(f"no run {reference!r} in {output_dir}; {hint}")
+
+
+def runs(output_dir: Path) -> list[RunDir]:
+    """All runs under `output_dir`, oldest first."""
+    found = [RunDir(spec.parent.absolute()) for spec in output_dir.glob("*/spec.yaml")]
+    return sorted(found, key=lambda run: (run.spec_yaml.stat().st_mtime, run.name))
+
+
+def update_submit(run: RunDir, **fields: Any) -> None:
+    """Change top-level fields of submit.json."""
+    about = (read_json(run.submit_json) or {}) | fields
+    write_atomic(run.submit_json, json.dumps(about, indent=2) + "\n")
+
+
+def add_job(run: RunDir, job: dict[str, Any]) -> None:
+    """Append a job (id, launcher, attempt, host) to submit.json."""
+    update_submit(run, jobs=[*(read_json(run.submit_json) or {}).get("jobs", []), job])
+
+
+def last_job(run: RunDir) -> dict[str, Any] | None:
+    """The newest job of submit.json, or None before the first."""
+    jobs = (read_json(run.submit_json) or {}).get("jobs", [])
+    return jobs[-1] if jobs else None
+
+
+# ---- attempts and errors ---------------------------------------------------------------------------------------------
+
+
+def claim_attempt(run: RunDir) -> int:
+    """Take the next attempt number for this caller alone and point logs/latest to its folder.
+
+    The number is one above every attempt that left a trace, and `mkdir` decides between two callers, so a log is never
+    written twice: not by a requeue, not by two resumes at the same moment.
+    """
+    folder = run.path / "logs"
+    folder.mkdir(exist_ok=True)
+    taken = [int(match[1]) for entry in folder.iterdir() if (match := ATTEMPT_FOLDER.search(entry.name))]
+    attempt = max([*taken, *(row["attempt"] for row in read_lines(run.attempts))], default=0) + 1
+    while True:
+        try:
+            run.logs(attempt).mkdir()
+        except FileExistsError:
+            attempt += 1
+            continue
+        point_latest(run, attempt)
+        return attempt
+
+
+def point_latest(run: RunDir, attempt: int) -> None:
+    """Make logs/latest a link to this attempt's logs (relative, so that the run directory can be moved)."""
+    aside = run.latest_logs.with_name(f".latest.{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(run.logs(attempt).name)
+    aside.replace(run.latest_logs)
+
+
+def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
+    """Write fields into the attempt's line of attempts.jsonl, making the line where there is none.
+
+    Only one process does so at a time: rank 0 while it lives, its launcher afterwards.
+    """
+    rows = {row["attempt"]: row for row in read_lines(run.attempts)}
+    rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
+    write_atomic(run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+
+
+def last_attempt(run: RunDir) -> dict[str, Any] | None:
+    """The newest line of attempts.jsonl."""
+    rows = read_lines(run.attempts)
+    return rows[-1] if rows else None
+
+
+def first_error(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """The error that began it: the earliest of this attempt that is not another rank's lost connection.
+
+    When a rank dies, its peers' collectives fail within milliseconds, on a cluster by clocks that differ; those errors
+    say `secondary: true`, and count only where nothing else was written (a rank was killed from outside).
+    """
+    found = [error for path in run.errors(attempt).glob("rank-*.json") if (error := read_json(path)) is not None]
+    return min(found, key=lambda error: (error["secondary"], error["time"]), default=None)
+
+
+# ---- small things ----------------------------------------------------------------------------------------------------
+
+
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings as {dotted path: value}; lists are values."""
+    if not isinstance(value, dict):
+        return {path: value}
+    items = cast(dict[str, Any], value).items()
+    return {key: leaf for name, inner in items for key, leaf in flatten(inner, f"{path}.{name}".lstrip(".")).items()}
+
+
+def spec_difference(old_yaml: str, new_yaml: str) -> list[str]:
+    """`path: old -> new` for every key in which two resolved specs differ."""
+    old, new = flatten(yaml.safe_load(old_yaml)), flatten(yaml.safe_load(new_yaml))
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+
+
+def _exists_message(run: RunDir, spec_yaml: str) -> str:
+    if not run.spec_yaml.exists():
+        return f"{run.path} exists and is not a run directory; choose another --name or --run-dir"
+    changes = spec_difference(run.spec_yaml.read_text(encoding="utf-8"), spec_yaml)
+    differs = "its spec is the same" if not changes else "its spec differs in\n    " + "\n    ".join(changes)
+    done = f"it is done at step {(read_json(run.done) or {}).get('step')}" if run.done.exists() else "it is not done"
+    return (
+        f"the run directory {run.path} exists; {done}; {differs}\n"
+        f"  go on with it:   pithtrain resume {run.path}\n"
+        "  a separate run:  the same command with --name NEW"
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("pithtrain", "torch", "numpy", "pydantic", "submitit", "wandb"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions | {"executable": sys.executable}
+
+
+def _file_hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """git's output, or None outside a checkout, without git, or before the first commit."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,238 @@
+"""One model chunk's forward and backward, as generators that pause at every communication edge.
+
+A layer is segments of compute joined by edges (`ops/dispatch`). A generator yields right after it has launched a
+transfer, so whoever drives it decides what runs meanwhile: a plain forward or backward exhausts one generator, an
+overlapped pair alternates two, backward first (`overlap`). Per MoE layer, forward j beside backward l:
+
+    turn  who  queued on compute                   launched          hidden by this turn's compute
+    1     B    A'(l+1), then W(A(l+1))             COMBINE'(l)       COMBINE(j-1), COMBINE'(l)
+    2     F    sum of j-1, A(j), X(j)              META(j)           COMBINE'(l)
+    3     B    E'(l)                               DISPATCH'(l)      META(j) and the host's wait
+    4     F    nothing: the host reads counts      DISPATCH(j)
+    5     B    X'(l), W(E(l)), W(X(l))                               DISPATCH(j), DISPATCH'(l)
+    6     F    E(j)                                COMBINE(j)        DISPATCH'(l)
+
+A: attention and router; X: shared experts; E: routed experts; ': backward for inputs; W: weight gradients.
+A backward yields the weight-gradient closures that have become ready; the driver runs them or puts them aside.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pithtrain.models.contract import Layer
+from pithtrain.ops.cross_entropy import linear_cross_entropy
+from pithtrain.ops.dispatch import Edge, Lane, open_exchange
+from pithtrain.ops.experts import ExpertSegment
+from pithtrain.ops.linear import Region, Segment, Weight, WeightGrad
+from pithtrain.ops.router import Routing
+
+Closures = list[WeightGrad]
+RunClosures = Callable[[Closures], None]
+F = TypeVar("F")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last stage's end: the final norm, and the linear whose product meets the labels."""
+
+    norm: Region
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stage's part of the model on this rank; `embedding` on stage 0 and `head` on stage 2P-1."""
+
+    layers: tuple[Layer, ...]
+    embedding: Weight | None
+    head: Head | None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How tokens reach experts: the number of experts, one lane per direction, and whether to deduplicate."""
+
+    num_experts: int
+    forward: Lane
+    backward: Lane
+    dedup: bool
+
+
+@dataclass
+class Stats:
+    """Sums over the micro-batches of a step, on the device. loss: scaled, so a sum over ranks is the global mean.
+    balance_L and counts_LE by global layer index."""
+
+    loss: Tensor
+    balance_L: Tensor
+    counts_LE: Tensor
+
+    def routed(self, layer: int, routing: Routing) -> None:
+        self.balance_L[layer] += routing.balance
+        self.counts_LE[layer] += routing.counts_E
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the loss needs: labels [B, S] and `scale`, one over the valid tokens of the global batch."""
+
+    labels: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class MoeEntry:
+    """What the backward of one MoE layer needs beside its attention segment."""
+
+    experts: ExpertSegment
+    shared: Segment | None
+    exchange: Edge
+
+
+@dataclass
+class Tape:
+    """What a chunk's forward leaves for its backward, in order: a Segment, or a MoeEntry after its layer's Segment.
+    `ids`: the tokens of an embedding. `start`: dh at the end of the last stage, where the loss has gradient 1."""
+
+    entries: list[Segment | MoeEntry]
+    ids: Tensor | None
+    start: Tensor | None
+
+
+def forward(
+    chunk: Chunk, x: Tensor, traffic: Traffic, labels: Labels | None, stats: Stats
+) -> Generator[None, None, tuple[Tensor | None, Tape]]:
+    """x: token ids [B, S] on stage 0, else hidden states [B, S, H]. Returns (hidden states to send or None, tape)."""
+    tape = Tape([], x if chunk.embedding is not None else None, None)
+    h = x if chunk.embedding is None else chunk.embedding.data[x]
+    for layer in chunk.layers:
+        a = Segment(layer.attend, h)
+        tape.entries.append(a)
+        if layer.experts is None:
+            (h,) = a.outputs
+            continue
+        mid, n, w = a.outputs
+        routing: Routing = a.extra
+        stats.routed(layer.index, routing)
+        exchange = open_exchange(routing.ids_TK, traffic.num_experts, traffic.forward, traffic.backward, traffic.dedup)
+        exchange.launch_counts()
+        shared = None if layer.shared is None else Segment(layer.shared, n)
+        yield  # META in flight
+        exchange.wait_counts()
+        exchange.launch_dispatch(n, w)
+        yield  # DISPATCH in flight
+        experts = ExpertSegment(layer.experts)
+        exchange.launch_combine(experts.forward(exchange.received()))
+        yield  # COMBINE in flight
+        tape.entries.append(MoeEntry(experts, shared, exchange))
+        h = exchange.combined(mid.flatten(0, 1), None if shared is None else shared.outputs[0]).view_as(mid)
+    if chunk.head is None:
+        return h, tape
+    assert labels is not None, "the last stage computes the loss"
+    norm = Segment(chunk.head.norm, h)
+    tape.entries.append(norm)
+    n = norm.outputs[0].flatten(0, 1)
+    loss, tape.start = linear_cross_entropy(n, chunk.head.weight, labels.labels.flatten(), labels.scale)
+    stats.loss += loss
+    return None, tape
+
+
+def backward(chunk: Chunk, tape: Tape, dh: Tensor | None) -> Generator[Closures, None, Tensor | None]:
+    """dh [B, S, H] of the chunk's output, None on the last stage. Returns dh of its input, None on stage 0.
+
+    Every yield hands over the weight-gradient closures that are ready; entries are released as they are used.
+    """
+    ready: Closures = []
+    grad = dh if tape.start is None else tape.start
+    grads: tuple[Tensor, ...] = () if grad is None else (grad,)
+    while tape.entries:
+        entry = tape.entries.pop()
+        if isinstance(entry, Segment):
+            grads = entry.backward(grads, ready)
+            continue
+        (grad,) = grads
+        exchange = entry.exchange
+        dh_TH = grad.flatten(0, 1)
+        exchange.launch_combine_t(dh_TH)
+        yield _take(ready)  # COMBINE' in flight; W of the A above
+        exchange.launch_dispatch_t(*entry.experts.backward(exchange.received_t(), ready))
+        yield []  # DISPATCH' in flight; W(E) waits for the next turn, which would else expose it
+        dn = None if entry.shared is None else entry.shared.backward((dh_TH,), ready)[0]
+        yield _take(ready)
+        grads = (grad, *exchange.returned_t(dn))
+    (grad,) = grads
+    if tape.ids is not None:
+        assert chunk.embedding is not None
+        ready.append(_embedding_grad(chunk.embedding, tape.ids, grad))
+    yield _take(ready)
+    return grad if tape.ids is None else None
+
+
+def _embedding_grad(embedding: Weight, ids: Tensor, dh: Tensor) -> WeightGrad:
+    """main_grad[id] += dh of every token with that id, in a fixed order: no atomics."""
+
+    def add(main_grad: Tensor) -> None:
+        rows, values = ids.flatten(), dh.flatten(0, 1).to(main_grad.dtype)
+        if main_grad.is_cuda:
+            main_grad.index_put_((rows,), values, accumulate=True)  # sorts by id first
+        else:
+            main_grad.index_add_(0, rows, values)
+
+    return lambda: embedding.add(add)
+
+
+def _take(ready: Closures) -> Closures:
+    taken = list(ready)
+    ready.clear()
+    return taken
+
+
+def run_forward(ahead: Generator[None, None, F]) -> F:
+    """A lone forward: nothing runs between its edges."""
+    while True:
+        try:
+            next(ahead)
+        except StopIteration as end:
+            return end.value
+
+
+def run_backward(back: Generator[Closures, None, B], closures: RunClosures) -> B:
+    """A lone backward; `closures` runs the weight gradients or puts them aside."""
+    while True:
+        try:
+            closures(next(back))
+        except StopIteration as end:
+            return end.value
+
+
+def overlap(ahead: Generator[None, None, F], back: Generator[Closures, None, B], closures: RunClosures) -> tuple[F, B]:
+    """A pair: one turn each, backward first; when one has ended, the rest of the other."""
+    while True:
+        try:
+            closures(next(back))
+        except StopIteration as end:
+            return run_forward(ahead), end.value
+        try:
+            next(ahead)
+        except StopIteration as end:
+            return end.value, run_backward(back, closures)
+
+
+def run_now(ready: Closures) -> None:
+    """Run weight gradients where they are offered."""
+    for closure in ready:
+        closure()
+
+
+def new_stats(num_layers: int, num_experts: int, device: torch.device, dtype: torch.dtype) -> Stats:
+    """Zeros. `dtype` is the accumulate dtype of the run."""
+    return Stats(
+        torch.zeros((), dtype=dtype, device=device),
+        torch.zeros(num_layers, dtype=dtype, device=device),
+        torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device),
+    )

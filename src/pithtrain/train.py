@@ -1,0 +1,299 @@
+"""The run and the step, in the order in which they happen. Read this first.
+
+    run     connect -> build -> resume -> loop -> save -> leave
+    loop    read a batch -> step -> log -> agree to stop -> save
+    step    count the valid tokens of the global batch
+            forwards and backwards (pipeline; gradients are reduced as their buckets fill)
+            gradient norm over all ranks
+            clip and AdamW on the shards; all-gather the new weights (waited for when the next step begins)
+
+A step reads nothing back from the device; the host looks at loss and norm when it logs. Position is two numbers, steps
+and sequences, and everything random is a function of them and the seed.
+"""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pithtrain import checkpoint
+from pithtrain.build import Engine, build, device_type
+from pithtrain.checkpoint import Position
+from pithtrain.data import Dataset
+from pithtrain.errors import CheckpointError, NotFiniteError
+from pithtrain.events import Events, Metrics
+from pithtrain.ops.cross_entropy import IGNORE
+from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.pipeline import MicroBatch
+from pithtrain.rundir import RunDir
+from pithtrain.spec import LrSchedulerSection, RunSpec
+from pithtrain.tape import Stats, new_stats
+from pithtrain.world import Place, World, all_reduce_sum, connect
+
+BF16_PEAK_FLOPS = {"H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense, per device; MFU is quoted against it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the last step whose state is saved, and whether that was the last one asked for."""
+
+    step: int
+    finished: bool
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device scalars and sums of one step, read by the host only when it logs."""
+
+    stats: Stats
+    norm: Tensor
+    skipped: Tensor
+
+
+def run(spec: RunSpec, run_dir: RunDir, place: Place, should_stop: Callable[[], bool]) -> Outcome:
+    """Train to `training.max_steps`, or until any rank's `should_stop` answers true; the state is saved either way.
+
+    Every rank of the run calls it. Raises PithtrainError with a readable cause; other exceptions are ours.
+    """
+    timeouts = spec.distributed
+    if spec.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    with connect(place, spec.mesh, device_type(spec), timeouts.init_timeout_s, timeouts.train_timeout_s) as world:
+        events = Events(run_dir, spec, place.attempt) if world.rank == 0 else None
+        try:
+            outcome = _run(spec, run_dir, world, events, place.attempt, should_stop)
+        except BaseException:
+            if events is not None:
+                events.close(exit_code=1)
+            raise
+        if events is not None:
+            events.close(exit_code=0)
+        return outcome
+
+
+def _run(
+    spec: RunSpec,
+    run_dir: RunDir,
+    world: World,
+    events: Events | None,
+    attempt: int,
+    should_stop: Callable[[], bool],
+) -> Outcome:
+    training = spec.training
+    dataset = None
+    if world.pp == 0:  # has the embedding and the loss: no other rank needs a token
+        dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
+    engine = build(spec, world)
+    about: dict[str, Any] = {"model": spec.model.model_dump(mode="json")}
+    if dataset is not None:
+        about["tokenizer"] = dataset.fingerprint
+    position = _resume(spec, run_dir, engine, events, about)
+    if events is not None:
+        events.rewind(position.step)
+        events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
+
+    meter = _Meter(skipped=torch.zeros((), dtype=torch.float32, device=world.device))
+    meter.restart()
+    saved, stop = position.step, False
+    while position.step < training.max_steps and not stop:
+        agreed = world.any(should_stop())
+        begin = time.perf_counter()
+        batches = read_batches(dataset, spec, world, position.samples)
+        meter.data_wait_s += time.perf_counter() - begin
+
+        step = position.step + 1
+        lr = learning_rate(spec.lr_scheduler, spec.optimizer.lr, training.max_steps, step)
+        result = train_step(engine, spec, batches, lr)
+        position = Position(step, position.samples + training.global_batch_size)
+        meter.steps += 1
+        meter.skipped += result.skipped
+
+        stop = agreed()
+        last = stop or step == training.max_steps
+        log_due = last or step % spec.logging.interval == 0
+        save_due = last or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
+        if log_due or save_due:
+            _check_finite(spec, meter, step, result.norm)
+        if log_due:
+            line = _metrics(spec, world, attempt, meter, position, lr, result)
+            meter.restart()
+            if events is not None:
+                events.metrics(line)
+        if save_due:
+            begin = time.perf_counter()
+            path = checkpoint.save(run_dir.checkpoints, engine.zero, world, position, about)
+            stall = time.perf_counter() - begin
+            meter.stall_s += stall
+            meter.since += stall  # the step rate is that of steps; the stall has a key of its own
+            saved = step
+            if events is not None:
+                events.event("saved", step=step, path=str(path), seconds=round(stall, 3))
+    return Outcome(saved, finished=position.step >= training.max_steps)
+
+
+def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: float) -> StepResult:
+    """One optimizer step over the global batch. `batches`: this data rank's, on pipeline rank 0; empty elsewhere."""
+    world, zero, config = engine.world, engine.zero, spec.model.config
+    stats = new_stats(config.num_hidden_layers, config.num_experts, world.device, accumulate_dtype(engine.dtype))
+    zero.begin_step(spec.num_micro_batches)
+    engine.pipeline.step(batches, loss_scale(batches, engine), stats)
+    norm = zero.grad_norm()
+    skipped = zero.update(engine.adam, lr, norm, spec.training.max_grad_norm)
+    return StepResult(stats, norm, skipped)
+
+
+def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
+    """One over the valid tokens of the global batch, a device scalar; 0 if there is none, so that nothing is trained.
+
+    Summed over the data ranks of a stage; only pipeline rank 0's is used.
+    """
+    world = engine.world
+    valid = torch.zeros((), dtype=torch.float64, device=world.device)
+    for batch in batches:
+        valid += (batch.labels != IGNORE).sum()
+    all_reduce_sum(valid, world.dense_group)
+    return torch.where(valid > 0, 1 / valid, 0.0).to(accumulate_dtype(engine.dtype))
+
+
+def read_batches(dataset: Dataset | None, spec: RunSpec, world: World, samples: int) -> list[MicroBatch]:
+    """This data rank's micro-batches of the step that begins after `samples` sequences.
+
+    Micro-batch a of data rank d holds the sequences samples + (a * data_size + d) * mbs + [0, mbs): which sequences
+    share a micro-batch does not depend on the mesh.
+    """
+    if dataset is None:
+        return []
+    mbs = spec.training.micro_batch_size
+    batches: list[MicroBatch] = []
+    for a in range(spec.num_micro_batches):
+        first = samples + (a * world.data_size + world.data_rank) * mbs
+        tokens, labels = (torch.from_numpy(x) for x in dataset.batch(first, mbs))
+        if world.device.type == "cuda":
+            tokens, labels = (x.pin_memory().to(world.device, non_blocking=True) for x in (tokens, labels))
+        batches.append(MicroBatch(tokens, labels))
+    return batches
+
+
+def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, step: int) -> float:
+    """The rate of step `step`, counted from 1. Warm-up is linear from peak / warmup_steps to peak.
+
+    linear and cosine reach min_lr at `decay_steps` (default max_steps), warm-up included; wsd falls linearly to min_lr
+    over the last `decay_steps` of max_steps.
+    """
+    decay = schedule.decay_steps or max_steps
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    if schedule.type == "constant":
+        return peak
+    begin = max_steps - decay if schedule.type == "wsd" else schedule.warmup_steps
+    end = max_steps if schedule.type == "wsd" else decay
+    progress = min(max((step - begin) / max(end - begin, 1), 0.0), 1.0)
+    left = (1 + math.cos(math.pi * progress)) / 2 if schedule.type == "cosine" else 1 - progress
+    return schedule.min_lr + (peak - schedule.min_lr) * left
+
+
+def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | None, about: dict[str, Any]) -> Position:
+    """The position of the checkpoint that `resume` names, loaded; the beginning where there is none."""
+    start = Position(step=0, samples=0)
+    if spec.resume == "never":
+        return start
+
+    def report(text: str) -> None:
+        if events is not None:
+            events.event("skipped_checkpoint", reason=text)
+
+    path = checkpoint.newest(run_dir.checkpoints, report)  # its own progress wins: a requeue never goes back
+    if path is None and spec.resume != "auto":
+        path = checkpoint.resolve(spec.resume, report)
+    if path is None:
+        return start
+    position = checkpoint.load(path, engine.zero, engine.world, about)
+    if position.step > spec.training.max_steps:
+        raise CheckpointError(
+            f"{path} is at step {position.step}, beyond training.max_steps = {spec.training.max_steps}; raise max_steps"
+        )
+    if events is not None:
+        events.event("resumed", step=position.step, path=str(path))
+    return position
+
+
+@dataclass
+class _Meter:
+    """What adds up between two log lines: clocks on the host, skipped steps on the device."""
+
+    skipped: Tensor
+    since: float = 0.0
+    steps: int = 0
+    data_wait_s: float = 0.0
+    stall_s: float = 0.0
+
+    def restart(self) -> None:
+        self.since, self.steps, self.data_wait_s, self.stall_s = time.perf_counter(), 0, 0.0, 0.0
+
+
+def _check_finite(spec: RunSpec, meter: _Meter, step: int, norm: Tensor) -> None:
+    """Raise if a step since the last look was skipped. The update of such a step changed nothing, on any rank."""
+    count = int(meter.skipped.item())
+    if count:
+        raise NotFiniteError(
+            f"the gradient norm was not finite in {count} of the steps up to {step} (now {norm.item()}); those updates "
+            f"were left out and guards.non_finite is {spec.guards.non_finite!r}. The last checkpoint is intact: "
+            "lower optimizer.lr or look at the data around that step, then resume"
+        )
+
+
+def _metrics(
+    spec: RunSpec, world: World, attempt: int, meter: _Meter, position: Position, lr: float, result: StepResult
+) -> Metrics:
+    """The line of a step; a collective of all ranks, and the one place where the host waits for the device."""
+    config, training = spec.model.config, spec.training
+    stats, layers = result.stats, config.num_hidden_layers
+    packed = torch.cat((stats.loss.view(1), stats.balance_L, stats.counts_LE.flatten())).to(torch.float64)
+    loss, *rest = world.sum(packed).tolist()
+    elapsed = time.perf_counter() - meter.since
+    moe = [layer for layer in range(layers) if config.is_moe(layer)]
+    counts = [rest[layers + layer * config.num_experts :][: config.num_experts] for layer in moe]
+    balanced = bool(moe) and spec.moe.load_balance_type != "none"
+    tokens_per_step = training.global_batch_size * training.sequence_length
+    rate = meter.steps * tokens_per_step / elapsed
+    flops = rate * config.flops_per_token(training.sequence_length) / world.mesh.size
+    peak = _peak_flops(world.device)
+    return Metrics(
+        step=position.step,
+        tokens_seen=position.samples * training.sequence_length,
+        loss=loss,
+        aux_loss=sum(rest[layer] for layer in moe) / len(moe) if balanced else None,
+        router_z_loss=None,
+        head_z_loss=None,
+        lr=lr,
+        grad_norm=result.norm.item(),
+        step_time_s=elapsed / meter.steps,
+        tokens_per_second=rate,
+        tflops_per_device=flops / 1e12,
+        mfu=flops / peak if peak else None,
+        memory_peak_gib=_memory_peak_gib(world.device),
+        data_wait_s=meter.data_wait_s / meter.steps,
+        checkpoint_stall_s=meter.stall_s,
+        expert_load_max_over_mean=max((max(c) * len(c) / sum(c) for c in counts), default=None),
+        attempt=attempt,
+    )
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for chip, peak in BF16_PEAK_FLOPS.items() if chip in name), None)
+
+
+def _memory_peak_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

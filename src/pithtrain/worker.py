@@ -1,0 +1,458 @@
+"""Once per task: from the environment a launcher left, to a `Place`, to `train.run`, to an exit code.
+
+The same function runs under every launcher. What differs between them is which variables say "you are rank 3 of 8",
+and how the ranks find each other:
+
+    launcher                rank, size, local rank                      rendezvous
+    pithtrain train         RANK WORLD_SIZE LOCAL_RANK, no MASTER_ADDR  file store in the attempt's log folder
+    submitit, local         SUBMITIT_LOCAL_GLOBALID NTASKS LOCALID      file store in the attempt's log folder
+    submitit, Slurm; srun   SLURM_PROCID NTASKS LOCALID                 tcp, first node, port derived from the job id
+    torchrun                RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR      env:// (torchrun chose the port)
+
+A file store and a derived port are why two runs on one host never meet. The attempt number is decided once, by whoever
+submits (`PITHTRAIN_ATTEMPT`); a requeue by Slurm or a restart by torchrun adds its own count, so all ranks agree
+without asking each other and no log is ever overwritten.
+
+What is promised here:
+
+1. Signals set a flag and nothing else (SIGTERM and SIGUSR2: save at the next step boundary and stop; SIGUSR1: dump all
+   stacks into the log). `train` agrees on the flag over all ranks.
+2. An exception on one rank ends every process within seconds, under any launcher: the dying rank writes
+   errors/attempt-N/rank-R.json and leaves by `os._exit`, so that no hung collective or library thread can hold it; a
+   small thread in every other rank polls that folder, grants its own rank a few seconds to fail by itself, and leaves.
+3. Each rank's output is in logs/attempt-N/rank-R.log, also what C libraries write; rank 0's Python output goes to the
+   launcher's console as well.
+4. A launcher that dies counts as a signal to stop: the ranks save and end instead of living on as orphans.
+
+This module imports torch only inside functions, after the thread counts are in the environment.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import io
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from pithtrain import rundir
+from pithtrain.errors import PithtrainError, Problem, SpecError
+from pithtrain.rundir import RunDir
+from pithtrain.spec import RunSpec, load
+
+if TYPE_CHECKING:
+    from pithtrain.train import Outcome
+    from pithtrain.world import Place
+
+POLL_S = 1.0  # how often a rank looks for another rank's error file
+GRACE_S = 5.0  # then the time it has to fail by itself, with a traceback of its own
+FIRST_PORT, NUM_PORTS = 15000, 17000  # below the kernel's ephemeral range, which starts at 32768
+GIVEN_DEVICES = "PITHTRAIN_CUDA_VISIBLE_DEVICES"  # carries CUDA_VISIBLE_DEVICES past submitit's local executor
+INTERACTIVE_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from here on
+
+# An error that another rank's death causes, in the words of gloo, NCCL and the stores
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out|remote process exited|ncclremoteerror"
+    r"|application timeout|unhandled system error|process group has been aborted|failed to recv|recvvalue failed",
+    re.IGNORECASE,
+)
+
+Train = Callable[[RunSpec, RunDir, "Place", Callable[[], bool]], "Outcome"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """What a launcher's environment says. `launcher`: spawn, torchrun, local, slurm, or alone (0 of 1)."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    restarts: int
+
+
+# ---- environment -> place --------------------------------------------------------------------------------------------
+
+
+def seat(env: Mapping[str, str]) -> Seat:
+    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        size = int(env["WORLD_SIZE"])
+        launcher = "torchrun" if "MASTER_ADDR" in env else "spawn"
+        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+        restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return Seat(launcher, int(env["RANK"]), size, int(env.get("LOCAL_RANK", env["RANK"])), local_size, restarts)
+    if env.get("SUBMITIT_EXECUTOR") == "local":
+        size = int(env["SUBMITIT_LOCAL_NTASKS"])
+        local_rank = int(env["SUBMITIT_LOCAL_LOCALID"])
+        return Seat("local", int(env["SUBMITIT_LOCAL_GLOBALID"]), size, local_rank, size, 0)
+    if "SLURM_PROCID" in env and 0 <= int(env.get("SLURM_STEP_ID", -1)) < INTERACTIVE_STEP:
+        size = int(env["SLURM_NTASKS"])
+        local_size = int(env.get("SLURM_NTASKS_PER_NODE") or size // int(env.get("SLURM_NNODES", 1)))
+        restarts = int(env.get("SLURM_RESTART_COUNT", 0))
+        return Seat("slurm", int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), max(1, local_size), restarts)
+    return Seat("alone", 0, 1, 0, 1, 0)
+
+
+def init_method(env: Mapping[str, str], store: Path) -> str:
+    """The rendezvous of torch.distributed for this environment; `store` is the file used on a single host."""
+    launcher = seat(env).launcher
+    if launcher == "torchrun":
+        return "env://"
+    if launcher == "slurm":
+        host, port = _slurm_address(env)
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"file://{store}"
+
+
+def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
+    """The `Place` of this process: a pure function of `env`, but for the name of the run directory.
+
+    Raises KeyError where PITHTRAIN_ATTEMPT is missing: whoever submits has claimed the attempt.
+    """
+    from pithtrain.world import Place
+
+    here = seat(env)
+    attempt = int(env["PITHTRAIN_ATTEMPT"]) + here.restarts
+    method = init_method(env, run.rendezvous(attempt))
+    return Place(here.rank, here.world_size, here.local_rank, method, attempt)
+
+
+def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port of rank 0. `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it.
+
+    The launch node is where `srun` runs, which is the first node in a batch script and a login node otherwise; Slurm's
+    node *names* need not resolve, so its address is preferred where it is right. Job ids that differ by less than 17000
+    never share a port; two steps of one job differ too.
+    """
+    host = env.get("MASTER_ADDR")
+    if not host and env.get("SUBMITIT_EXECUTOR") == "slurm":
+        host = env.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not host:
+        host = first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+    derived = FIRST_PORT + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % NUM_PORTS
+    return host, int(env.get("MASTER_PORT", derived))
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: `gpu[003-010,12],x1` -> `gpu003`."""
+    head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,]*)", nodes)
+    assert head is not None, "the expression matches the empty string"
+    return head[1] + re.split(r"[,-]", head[2] or "")[0] + head[3]
+
+
+def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before torch is imported, where the user has not.
+
+    CPU threads: the ranks of a host share its cores; without this each takes all of them, and two ranks on two cores
+    run several times slower. A file store means one host: gloo then stays on the loopback interface, since it otherwise
+    looks up the host's own name, which need not resolve.
+    """
+    here = seat(env)
+    cpus = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
+    if not cpus:
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cpus = max(1, usable // here.local_world_size)
+    wanted = {"OMP_NUM_THREADS": str(cpus)}
+    if here.launcher in ("spawn", "local", "alone"):
+        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: value for name, value in wanted.items() if name not in env}
+
+
+# ---- once per task ---------------------------------------------------------------------------------------------------
+
+
+def entry(path: str) -> int:
+    """What submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec."""
+    return main(Path(path))
+
+
+def main(path: Path, train: Train | None = None) -> int:
+    """Run this task of the run in `path`; `train` is `pithtrain.train.run` unless a test brings its own.
+
+    Returns 0 when the run finished, or stopped with its state saved. Does not return on failure: the process ends with
+    the error's exit code.
+    """
+    flag = StopFlag()
+    flag.install()
+    if seat(os.environ).launcher == "local":  # submitit numbers the devices from 0, over whatever the user was given
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if GIVEN_DEVICES in os.environ:
+            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop(GIVEN_DEVICES)
+    os.environ.update(prepare_environment(os.environ))
+    run = RunDir(path.absolute())
+    here = seat(os.environ)
+    attempt = int(os.environ["PITHTRAIN_ATTEMPT"]) + here.restarts
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    run.errors(attempt).mkdir(parents=True, exist_ok=True)
+    with redirected(run.log(attempt, here.rank), copy=here.rank == 0) as (log, console):
+        faulthandler.enable(log, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, log, all_threads=True)
+        watcher = Watcher(run, attempt, here.rank, flag)
+        try:
+            spec = load(run.spec_yaml)
+            _check_size(spec, here)
+            if here.rank == 0:
+                _begin(run, attempt, here)
+            watcher.start()
+            outcome = (train or _train())(spec, run, place_from_environment(os.environ, run), flag.is_set)
+            watcher.finish()
+            if here.rank == 0:
+                _finish(run, attempt, outcome.step, outcome.finished, flag)
+        except BaseException as error:
+            # everything is caught, KeyboardInterrupt too: whatever ends this rank must end the others
+            _die(run, attempt, here, error, log, console)
+        finally:
+            faulthandler.disable()
+            faulthandler.unregister(signal.SIGUSR1)
+    return 0
+
+
+def _train() -> Train:
+    from pithtrain.train import run
+
+    return run
+
+
+def _check_size(spec: RunSpec, here: Seat) -> None:
+    if here.world_size != spec.world_size:
+        rule = f"the spec's mesh has {spec.world_size} ranks, and {here.launcher} started {here.world_size}"
+        raise SpecError([Problem("slurm.nodes x slurm.gpus_per_node", spec.world_size, rule)])
+
+
+def _begin(run: RunDir, attempt: int, here: Seat) -> None:
+    """Rank 0, before the first step: the attempt's own copy of the spec, its line, no stale markers."""
+    rundir.clear_stale_markers(run, attempt)
+    rundir.point_latest(run, attempt)
+    run.attempt_spec(attempt).write_text(run.spec_yaml.read_text(encoding="utf-8"), encoding="utf-8")
+    rundir.record_attempt(
+        run,
+        attempt,
+        launcher=here.launcher,
+        job_id=os.environ.get("SLURM_JOB_ID") if here.launcher == "slurm" else os.environ.get("SUBMITIT_LOCAL_JOB_ID"),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        nodes=os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
+        start=time.time(),
+        end=None,
+        ended=None,
+    )
+
+
+def _finish(run: RunDir, attempt: int, step: int, finished: bool, flag: "StopFlag") -> None:
+    """Rank 0, after all ranks have the last state saved: the marker that says how it ended."""
+    if finished:
+        rundir.mark(run.done, attempt, step=step)
+    elif run.stop.exists():  # asked for by `pithtrain cancel`: nobody starts it again
+        rundir.mark(run.stop, attempt, step=step)
+    else:
+        rundir.mark(run.requeue, attempt, step=step, reason=flag.reason)
+    _end_attempt(run, attempt, "done" if finished else "stopped", 0)
+
+
+def _end_attempt(run: RunDir, attempt: int, ended: str, exit_code: int) -> None:
+    steps = [row["step"] for row in rundir.read_lines(run.metrics) if row.get("attempt") == attempt]
+    first, last = (steps[0], steps[-1]) if steps else (None, None)
+    fields = {"end": time.time(), "ended": ended, "exit_code": exit_code, "first_step": first, "last_step": last}
+    rundir.record_attempt(run, attempt, **fields)
+
+
+def _die(run: RunDir, attempt: int, here: Seat, error: BaseException, log: TextIO, console: TextIO) -> None:
+    """Write what happened, say it in one line, leave at once. Never returns."""
+    exit_code = error.exit_code if isinstance(error, PithtrainError) else 1
+    try:
+        message = str(error) or type(error).__name__
+        secondary = not isinstance(error, PithtrainError) and LOST_PEER.search(message) is not None
+        report = {
+            "time": time.time(),
+            "rank": here.rank,
+            "host": socket.gethostname(),
+            "type": type(error).__name__,
+            "message": message,
+            "secondary": secondary,
+            "exit_code": exit_code,
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        rundir.write_atomic(run.error(attempt, here.rank), json.dumps(report, indent=2) + "\n")
+        print(report["traceback"], file=log, flush=True)
+        if not secondary and here.launcher != "spawn":  # there the parent says it, once
+            print(f"error: {describe_error(report)}", file=console, flush=True)
+        if here.rank == 0:
+            _end_attempt(run, attempt, "failed", exit_code)
+    except BaseException:
+        # a full disk must not keep this process alive: the exit code still tells
+        with contextlib.suppress(BaseException):
+            traceback.print_exc(file=console)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(exit_code)
+
+
+def describe_error(report: Mapping[str, Any]) -> str:
+    """One readable cause from an error file: `rank 3: ValueError: ...`; our own errors need no class name."""
+    message: str = report["message"]
+    prefix = "" if report["exit_code"] != 1 or report["type"] in message else f"{report['type']}: "
+    return f"rank {report['rank']}: {prefix}{message}"
+
+
+# ---- signals, other ranks' deaths, output ----------------------------------------------------------------------------
+
+
+class StopFlag:
+    """Set by SIGTERM, SIGUSR2, `pithtrain cancel`'s STOP marker or the launcher's death; read at step boundaries."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, self._on_signal)
+
+    def set(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def is_set(self) -> bool:
+        return self.reason is not None
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.set(signal.Signals(number).name)
+
+
+class Watcher:
+    """A thread that looks every second for another rank's error file, a STOP marker and a dead launcher.
+
+    It holds no lock and calls nothing that can block but the file system, so it works while the main thread waits
+    inside a collective for ever.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, rank: int, flag: StopFlag) -> None:
+        self.run, self.attempt, self.rank, self.flag = run, attempt, rank, flag
+        self.parent = os.getppid()
+        self.finished = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def finish(self) -> None:
+        self.finished.set()
+        self.thread.join()
+
+    def _watch(self) -> None:
+        while not self.finished.wait(POLL_S):
+            if os.getppid() != self.parent:
+                self.flag.set("the launcher died")
+            # rank 0 alone looks, and only at a stamp of this attempt: a stale marker must stop nobody
+            if self.rank == 0 and (rundir.read_json(self.run.stop) or {}).get("attempt", 0) >= self.attempt:
+                self.flag.set("cancelled")
+            if any(path.name != f"rank-{self.rank}.json" for path in self.run.errors(self.attempt).glob("rank-*.json")):
+                # the main thread may be failing by itself right now: its own traceback is worth the wait
+                if not self.finished.wait(GRACE_S):
+                    self._leave()
+                return
+
+    def _leave(self) -> None:
+        with contextlib.suppress(Exception):
+            first = rundir.first_error(self.run, self.attempt)
+            print(f"leaving because of {describe_error(first) if first else 'another rank'}", file=sys.stderr)
+            faulthandler.dump_traceback(sys.stderr.fileno(), all_threads=True)
+            if self.rank == 0:
+                _end_attempt(self.run, self.attempt, "failed", 1)
+        os._exit(1)
+
+
+class Tee(io.TextIOBase):
+    """Text to the log and, as long as it can be written to, to the console."""
+
+    def __init__(self, log: TextIO, console: TextIO) -> None:
+        self.log, self.console = log, console
+
+    def write(self, text: str, /) -> int:
+        self.log.write(text)
+        # a closed pipe or a gone terminal is no reason to end a run
+        with contextlib.suppress(OSError, ValueError):
+            self.console.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.log.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self.console.flush()
+
+    def fileno(self) -> int:
+        return self.log.fileno()
+
+
+@contextlib.contextmanager
+def redirected(path: Path, copy: bool) -> Generator[tuple[TextIO, TextIO], None, None]:
+    """Send this process's output, down to the file descriptors, to the log at `path`; yields it and the old stderr.
+
+    With `copy`, what Python prints goes to the old standard output too. The log is opened for appending and line by
+    line: a process that is killed loses nothing but its current line.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = sys.stdout, sys.stderr
+    kept = os.dup(1), os.dup(2)
+    with (
+        path.open("a", buffering=1, encoding="utf-8", errors="replace") as log,
+        os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace") as screen,
+        os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace") as console,
+    ):
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        output = Tee(log, screen) if copy else log
+        sys.stdout = sys.stderr = output  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield log, console
+        finally:
+            output.flush()
+            for number, old in enumerate(kept, start=1):
+                os.dup2(old, number)
+                os.close(old)
+            sys.stdout, sys.stderr = before
+
+
+# ---- under torchrun or srun by hand ----------------------------------------------------------------------------------
+
+
+def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], object]:
+    """What rank 0 makes, on every rank, before there is a run directory to meet in.
+
+    Uses the store of the rendezvous that `train` will use. Returns the value and the store, which the caller keeps
+    until the end, because rank 0's is the server. A PithtrainError on rank 0 ends all with its exit code.
+    """
+    from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
+
+    here = seat(env)
+    method = init_method(env, Path(os.devnull))
+    store = next(rendezvous(method, here.rank, here.world_size))[0]
+    if here.rank == 0:
+        try:
+            answer: dict[str, Any] = {"value": make()}
+        except PithtrainError as error:
+            store.set("pithtrain/run", json.dumps({"error": str(error), "exit_code": error.exit_code}))
+            raise
+        store.set("pithtrain/run", json.dumps(answer))
+    answer = json.loads(store.get("pithtrain/run"))
+    if "error" in answer:
+        raise SystemExit(answer["exit_code"])  # rank 0 has said why
+    return answer["value"], store
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(code)  # all is saved and closed: no destructor of a library may hold the process now

@@ -1,0 +1,187 @@
+"""Where this rank stands: its rank, device, mesh coordinates, and one process group per axis and class of traffic.
+
+Axes, outer to inner: pp, dp, cp, ep. Operations on one communicator run in launch order, so traffic that may be in
+flight at the same time has a communicator of its own (ENGINE.md section 1):
+
+    pp              activations and their gradients, point to point
+    ep_fwd, ep_bwd  expert exchange forward and backward: the same ranks twice
+    dense           ranks that share the dense parameters of a stage: dp x cp x ep
+    expert          ranks that share the same experts: dp x cp
+    control         all ranks, on CPU: flags, checkpoint agreement
+    world           all ranks, on the device: the gradient norm and the step's statistics
+
+A group of size 1 is None and its operations return their input. Every rank creates every group, in one order.
+"""
+
+import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pithtrain.errors import CapacityError
+from pithtrain.spec import Mesh
+
+Group = dist.ProcessGroup | None
+
+# torch 2.13 renamed the two; 2.11 has the old names only
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher says of this process. `init_method`: "file:///path", "tcp://host:port" or "env://"."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    init_method: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's view of all ranks; coordinates are places on the axes of `mesh`."""
+
+    mesh: Mesh
+    rank: int
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    device: torch.device
+    control_group: Group
+    world_group: Group
+    pp_group: Group
+    ep_fwd_group: Group
+    ep_bwd_group: Group
+    dense_group: Group
+    expert_group: Group
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_size` data-parallel ranks this is, and so which micro-batches it reads."""
+        return self.dp * self.mesh.ep + self.ep
+
+    @property
+    def data_size(self) -> int:
+        return self.mesh.dp * self.mesh.ep
+
+    def pp_peer(self, pp_rank: int) -> int:
+        """Global rank of the process at `pp_rank` in this rank's pipeline."""
+        return self.mesh.rank(pp_rank, self.dp, self.cp, self.ep)
+
+    def any(self, flag: bool) -> Callable[[], bool]:
+        """Start agreeing on a flag; the returned function waits and answers whether any rank raised it."""
+        value = torch.tensor(int(flag), dtype=torch.int32)
+        if self.control_group is None:
+            return lambda: flag
+        work = dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control_group, async_op=True)
+
+        def answer() -> bool:
+            if work is not None:
+                work.wait()
+            return bool(value.item())
+
+        return answer
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum in place over all ranks, on the device."""
+        return all_reduce_sum(value, self.world_group)
+
+    def barrier(self) -> None:
+        """Wait on the host for every rank."""
+        self.any(False)()
+
+
+def all_reduce_sum(value: Tensor, group: Group) -> Tensor:
+    """Sum in place over a group."""
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value
+
+
+def reduce_scatter(whole: Tensor, part: Tensor, group: Group) -> dist.Work | None:
+    """Start summing `whole` over the group; this rank's chunk of dim 0 goes into `part`, which may be part of whole."""
+    return None if group is None else _reduce_scatter(part, whole, group=group, async_op=True)
+
+
+def all_gather(part: Tensor, whole: Tensor, group: Group) -> dist.Work | None:
+    """Start collecting every rank's `part` into `whole`, chunk by chunk of dim 0."""
+    return None if group is None else _all_gather(whole, part, group=group, async_op=True)
+
+
+@contextmanager
+def connect(place: Place, mesh: Mesh, device_type: str, init_timeout_s: int, timeout_s: int) -> Iterator[World]:
+    """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU).
+
+    Raises CapacityError when this process has no device of its own.
+    """
+    device = _device(place, device_type)
+    if mesh.size == 1:
+        yield _world(place, mesh, device, lambda ranks, backend: None)
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=datetime.timedelta(seconds=init_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    timeout = datetime.timedelta(seconds=timeout_s)
+    yield _world(place, mesh, device, lambda ranks, name: dist.new_group(ranks, timeout=timeout, backend=name))
+    dist.destroy_process_group()  # not after an exception: a peer may be gone, and the process is about to end
+
+
+def _device(place: Place, device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    index = 0 if visible == 1 else place.local_rank
+    if index >= visible or (visible == 1 and place.local_rank and place.init_method.startswith("file:")):
+        raise CapacityError(
+            f"rank {place.rank} (local rank {place.local_rank}) has no GPU of its own: {visible} visible. "
+            "Set slurm.gpus_per_node to the GPUs of a node, or training.device: cpu."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _world(place: Place, mesh: Mesh, device: torch.device, create: Callable[[list[int], str], Group]) -> World:
+    pp, dp, cp, ep = mesh.coords(place.rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+
+    def group(key: Callable[[int], tuple[int, ...]], backend: str = backend) -> Group:
+        """This rank's group among those that partition all ranks by `key`."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(mesh.size):
+            members.setdefault(key(rank), []).append(rank)
+        created = {k: create(ranks, backend) for k, ranks in members.items() if len(ranks) > 1}
+        return created.get(key(place.rank))
+
+    def stage_and_ep(rank: int) -> tuple[int, ...]:
+        pp, _, _, ep = mesh.coords(rank)
+        return pp, ep
+
+    return World(
+        mesh=mesh,
+        rank=place.rank,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        ep=ep,
+        device=device,
+        control_group=group(lambda rank: (), "gloo"),
+        world_group=group(lambda rank: ()),
+        pp_group=group(lambda rank: mesh.coords(rank)[1:]),
+        ep_fwd_group=group(lambda rank: mesh.coords(rank)[:3]),
+        ep_bwd_group=group(lambda rank: mesh.coords(rank)[:3]),
+        dense_group=group(lambda rank: mesh.coords(rank)[:1]),
+        expert_group=group(stage_and_ep),
+    )

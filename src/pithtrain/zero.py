@@ -1,0 +1,217 @@
+"""ZeRO-1: parameters and fp32 main gradients whole on each rank, masters and optimizer state sharded.
+
+Per parameter of P elements shared by n ranks: weight in compute dtype (2P bytes in bf16), main gradient (4P), and a
+shard of master, first and second moment (12P / n). One step:
+
+    last W of a bucket  -> reduce-scatter of its main gradients, while other chunks still compute
+    all buckets         -> norm: one all-reduce of one scalar; shards are disjoint, so each parameter counts once
+    update              -> fused AdamW on the shards; clip and skip are device tensors, no host synchronisation
+    all-gather          -> new weights, waited for when the next step begins
+
+Layout: a parameter of `rows` (experts: [E * out, in]) is cut along dim 0 into chunks of ceil(rows / n), which is
+DTensor's Shard(0). Buffers have n * chunk rows and are used through a view of the real ones; pad rows stay zero. So
+collectives need no packing. Worked example, 10 rows on n = 4: chunks of 3, shards of 3, 3, 3, 1 rows, buffers of 12.
+
+Gradients are *summed*; the loss carried 1 / (valid tokens of the global batch), and nothing else scales them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim.adamw import adamw
+
+from pithtrain.models.contract import Parameter
+from pithtrain.ops.linear import Weight, accumulate_dtype
+from pithtrain.world import World, all_gather, reduce_scatter
+
+
+class Sharded:
+    """One parameter on this rank: whole weight and main gradient, and this rank's shard of everything else."""
+
+    def __init__(self, info: Parameter, world: World, dtype: torch.dtype):
+        """Allocates; every value is zero until `build` initialises the master or a checkpoint is loaded."""
+        self.info = info
+        self.group = world.expert_group if info.kind == "expert" else world.dense_group
+        self.parts = 1 if self.group is None else self.group.size()
+        self.part = 0 if self.group is None else dist.get_rank(self.group)
+        shape = (info.shape[0] // world.mesh.ep, *info.shape[1:]) if info.kind == "expert" else info.shape
+        flat = (shape[0] * shape[1], *shape[2:]) if info.kind == "expert" else shape
+        self.rows = flat[0]
+        self.chunk = -(-self.rows // self.parts)
+        self.first_row = (world.ep * self.rows if info.kind == "expert" else 0) + self.part * self.chunk
+
+        wide = accumulate_dtype(dtype)
+        device = world.device
+        padded = (self.parts * self.chunk, *flat[1:])
+        self._data = torch.zeros(padded, dtype=wide if info.fp32 else dtype, device=device)
+        self._grad = torch.zeros(padded, dtype=wide, device=device)
+        self.weight = Weight(info.name, self._data[: self.rows].view(shape), self._grad[: self.rows].view(shape))
+        own = min(max(self.rows - self.part * self.chunk, 0), self.chunk)  # 0: more ranks than chunks
+        self._masters = torch.zeros(self.chunk, *flat[1:], dtype=wide, device=device)
+        self.master = self._masters[:own]
+        self.exp_avg = torch.zeros_like(self.master)
+        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.step = torch.zeros((), dtype=torch.float32, device=device)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole[self.part * self.chunk : (self.part + 1) * self.chunk]
+
+    @property
+    def grad(self) -> Tensor:
+        """This rank's shard of the main gradient, summed over the group once `reduce` has been waited for."""
+        return self._own(self._grad)[: self.master.shape[0]]
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape over all ranks of the stage, as stored: experts as [E * out, in]."""
+        shape = self.info.shape
+        return (shape[0] * shape[1], *shape[2:]) if self.info.kind == "expert" else shape
+
+    def reduce(self) -> dist.Work | None:
+        """Start the sum over the group, in place: this rank's chunk of the main gradient receives it."""
+        return reduce_scatter(self._grad, self._own(self._grad), self.group)
+
+    def publish(self) -> dist.Work | None:
+        """Start writing masters, rounded to compute dtype, into the whole weight of every rank of the group."""
+        self._own(self._data).copy_(self._masters)
+        return all_gather(self._own(self._data), self._data, self.group)
+
+    def zero_grad(self) -> None:
+        self._grad.zero_()
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together, as soon as the step's last contribution to them is in."""
+
+    def __init__(self, members: Sequence[Sharded]):
+        self._members = members
+        self._left = 0
+        self._works: list[dist.Work | None] = []
+        for member in members:
+            member.weight.contributed = self._count
+
+    def expect(self, contributions: int) -> None:
+        self._left, self._works = contributions, []
+
+    def _count(self) -> None:
+        self._left -= 1
+        assert self._left >= 0, "a weight gradient arrived after its bucket was reduced"
+        if self._left == 0:
+            self._works = [member.reduce() for member in self._members]
+
+    def wait(self) -> None:
+        names = ", ".join(member.info.name for member in self._members[:3])
+        assert self._left == 0, f"{self._left} weight gradients of the bucket of {names} ... are missing"
+        _wait(self._works)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Loshchilov & Hutter, Decoupled Weight Decay Regularization; decay on matrices only."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class Zero:
+    """All parameters of this rank's two stages, their buckets, and the update."""
+
+    def __init__(self, table: Iterable[Parameter], world: World, dtype: torch.dtype, uses: Callable[[str], int]):
+        """`table`: the parameters of this rank's stages. `uses`: matmuls per micro-batch a weight appears in (a tied
+        embedding: 2)."""
+        self.sharded = {info.name: Sharded(info, world, dtype) for info in table}
+        self._world = world
+        self._uses = uses
+        groups: dict[tuple[int | None, str], list[Sharded]] = {}
+        for one in self.sharded.values():
+            groups.setdefault(_bucket_key(one.info), []).append(one)
+        self._buckets = [(Bucket(members), members) for members in groups.values()]
+        self._publishing: list[dist.Work | None] = []
+
+    @property
+    def weights(self) -> dict[str, Weight]:
+        return {name: one.weight for name, one in self.sharded.items()}
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Zero the main gradients, say how many contributions each bucket will get, and wait for the new weights."""
+        for bucket, members in self._buckets:
+            for member in members:
+                member.zero_grad()
+            bucket.expect(micro_batches * sum(self._uses(member.info.name) for member in members))
+        self.wait_for_weights()
+
+    def wait_for_weights(self) -> None:
+        _wait(self._publishing)
+        self._publishing = []
+
+    def grad_norm(self) -> Tensor:
+        """Global 2-norm of the gradient over all parameters of all ranks, a device scalar; waits for the reductions."""
+        for bucket, _ in self._buckets:
+            bucket.wait()
+        shards = [one.grad for one in self.sharded.values()]
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        if shards:
+            total += get_total_norm(shards).to(torch.float64).square()
+        return self._world.sum(total).sqrt()
+
+    def update(self, adam: AdamW, lr: float, norm: Tensor, max_norm: float | None) -> Tensor:
+        """One AdamW step with clip by the global norm; skipped on every rank if the norm is not finite. Starts the
+        all-gather of the new weights. -> 1.0 where skipped, a device scalar."""
+        skipped = norm.isfinite().logical_not().to(torch.float32)
+        clip = (norm / max_norm).clamp(min=1.0) if max_norm is not None else torch.ones_like(norm)
+        for decay in (True, False):
+            group = [one for one in self.sharded.values() if one.info.decay == decay]
+            if not group:
+                continue
+            adamw(
+                [one.master for one in group],
+                [one.grad for one in group],
+                [one.exp_avg for one in group],
+                [one.exp_avg_sq for one in group],
+                [],
+                [one.step for one in group],
+                fused=True,
+                grad_scale=clip.to(torch.float32),  # divides the gradient
+                found_inf=skipped,
+                amsgrad=False,
+                beta1=adam.betas[0],
+                beta2=adam.betas[1],
+                lr=lr,
+                weight_decay=adam.weight_decay if decay else 0.0,
+                eps=adam.eps,
+                maximize=False,
+            )
+        self.publish()
+        return skipped
+
+    @property
+    def updates(self) -> int:
+        """Updates made: steps less the skipped ones. Reads the device."""
+        return int(next(iter(self.sharded.values())).step.item())
+
+    def loaded(self, updates: int) -> None:
+        """Masters and moments have been written: set the counters and make the weights follow, before anything else."""
+        for one in self.sharded.values():
+            one.step.fill_(updates)
+        self.publish()
+        self.wait_for_weights()
+
+    def publish(self) -> None:
+        """Start making every rank's weights follow the masters, in the order in which the next step uses them."""
+        self._publishing = [one.publish() for one in self.sharded.values()]
+
+
+def _bucket_key(info: Parameter) -> tuple[int | None, str]:
+    """A layer's dense parameters, or its experts; embedding, final norm and head each alone."""
+    return info.layer, info.kind if info.layer is not None else info.name
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -1,0 +1,243 @@
+"""Runs the engine on any mesh of CPU processes and returns whole tensors, for tests that compare meshes.
+
+`Pool` starts its processes once and gives each job a fresh process group, so that a test pays for its arithmetic and
+not for importing torch eight times. Jobs are module-level functions `job(place, *args)`.
+"""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pithtrain.build import Engine, build
+from pithtrain.ops.cross_entropy import IGNORE
+from pithtrain.pipeline import MicroBatch
+from pithtrain.spec import RunSpec, from_dict
+from pithtrain.tape import new_stats
+from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.train import loss_scale, train_step
+from pithtrain.world import Place, connect
+
+MODEL = {
+    "architecture": "qwen3_moe",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+
+
+def make_spec(pp: int = 1, dp: int = 1, ep: int = 1, *, model: dict[str, Any] | None = None, **sections: Any) -> RunSpec:
+    """A tiny run on this mesh. `sections` update the sections of the same name."""
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "model": {**MODEL, **(model or {})},
+        "parallelism": {"pipeline_parallel_size": pp, "expert_parallel_size": ep},
+        "training": {
+            "max_steps": 5,
+            "micro_batch_size": 1,
+            "global_batch_size": 16,
+            "sequence_length": 16,
+            "device": "cpu",
+            "compute_dtype": "float32",
+        },
+        "optimizer": {"lr": 1e-3},
+        "moe": {"load_balance_type": "aux_loss", "aux_loss_coef": 0.01},
+        "data": {"sources": [{"path": "unused"}]},
+        "slurm": {"gpus_per_node": pp * dp * ep},
+    }
+    for name, section in sections.items():
+        fields[name] = {**fields.get(name, {}), **section} if isinstance(section, dict) else section
+    return from_dict(fields)
+
+
+def synthetic(spec: RunSpec, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens, labels [S] of a global sample index: the same on any mesh; every third sample ignores some labels."""
+    rng = np.random.default_rng([spec.training.seed, sample])
+    ids = torch.from_numpy(rng.integers(0, spec.model.config.vocab_size, spec.training.sequence_length + 1))
+    labels = ids[1:].clone()
+    if sample % 3 == 0:
+        labels[: 1 + sample % 5] = IGNORE
+    return ids[:-1], labels
+
+
+def batches_of(spec: RunSpec, engine: Engine, step: int) -> list[MicroBatch]:
+    """This rank's micro-batches of a step (from 0), numbered as `train.read_batches` does."""
+    world, mbs = engine.world, spec.training.micro_batch_size
+    if world.pp:
+        return []
+    found = []
+    for a in range(spec.num_micro_batches):
+        first = step * spec.training.global_batch_size + (a * world.data_size + world.data_rank) * mbs
+        pairs = [synthetic(spec, first + i) for i in range(mbs)]
+        found.append(MicroBatch(torch.stack([t for t, _ in pairs]), torch.stack([x for _, x in pairs])))
+    return found
+
+
+Shards = dict[str, tuple[int, tuple[int, ...], np.ndarray]]  # name -> (first row, whole shape, rows)
+
+
+def shards(engine: Engine, pick: Callable[[Any], torch.Tensor]) -> Shards:
+    """This rank's rows of one tensor per parameter."""
+    return {n: (p.first_row, p.whole_shape, pick(p).detach().clone().numpy()) for n, p in engine.zero.sharded.items()}
+
+
+def assemble(parts: Sequence[Shards]) -> dict[str, np.ndarray]:
+    """Whole tensors from all ranks' rows; every row must be there exactly once."""
+    whole: dict[str, np.ndarray] = {}
+    seen: dict[str, np.ndarray] = {}
+    for part in parts:
+        for name, (first, shape, rows) in part.items():
+            if name not in whole:
+                whole[name], seen[name] = np.zeros(shape, rows.dtype), np.zeros(shape[0], np.int64)
+            whole[name][first : first + len(rows)] = rows
+            seen[name][first : first + len(rows)] += 1
+    for name, count in seen.items():
+        assert (count == 1).all(), f"{name}: rows held {sorted(set(count))} times"
+    return whole
+
+
+@dataclass
+class Ran:
+    """What `steps` returns for a mesh: everything whole."""
+
+    losses: list[float]
+    norms: list[float]
+    balance: list[np.ndarray]  # per step [layers]
+    counts: list[np.ndarray]  # per step [layers, experts]
+    first_grads: dict[str, np.ndarray]  # summed, before clipping, of step 0
+    masters: dict[str, np.ndarray]  # after the last step
+
+
+def steps_job(place: Place, spec_yaml: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """Train `num_steps` on synthetic batches; this rank's part of `Ran`."""
+    spec = from_dict(spec_yaml)
+    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+        engine = build(spec, world)
+        out: dict[str, Any] = {"losses": [], "norms": [], "balance": [], "counts": []}
+        for step in range(num_steps):
+            batches = batches_of(spec, engine, step)
+            if step == 0:
+                out["first_grads"] = first_gradients(spec, engine, batches)
+            result = train_step(engine, spec, batches, spec.optimizer.lr)
+            out["losses"].append(world.sum(result.stats.loss.double()).item())
+            out["norms"].append(result.norm.item())
+            out["balance"].append(world.sum(result.stats.balance_L.double()).numpy())
+            out["counts"].append(world.sum(result.stats.counts_LE.clone()).numpy())
+        out["masters"] = shards(engine, lambda p: p.master)
+    return out
+
+
+def first_gradients(spec: RunSpec, engine: Engine, batches: list[MicroBatch]) -> Shards:
+    """The summed gradients of one step without its update."""
+    config = spec.model.config
+    dtype = accumulate_dtype(engine.dtype)
+    stats = new_stats(config.num_hidden_layers, config.num_experts, engine.world.device, dtype)
+    engine.zero.begin_step(spec.num_micro_batches)
+    engine.pipeline.step(batches, loss_scale(batches, engine), stats)
+    engine.zero.grad_norm()
+    return shards(engine, lambda p: p.grad)
+
+
+def gather_ran(parts: Sequence[dict[str, Any]]) -> Ran:
+    for key in ("losses", "norms"):
+        assert all(part[key] == parts[0][key] for part in parts), f"ranks disagree on {key}"
+    return Ran(
+        parts[0]["losses"],
+        parts[0]["norms"],
+        parts[0]["balance"],
+        parts[0]["counts"],
+        assemble([part["first_grads"] for part in parts]),
+        assemble([part["masters"] for part in parts]),
+    )
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """||a - b|| / ||b||; 0 where both are zero."""
+    difference, size = float(np.linalg.norm(a - b)), float(np.linalg.norm(b))
+    return difference / size if size else difference
+
+
+# ---- the processes ---------------------------------------------------------------------------------------------------
+
+
+def _worker(rank: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    while (order := pipe.recv()) is not None:
+        function, size, method, args = order
+        try:
+            pipe.send(("ok", function(Place(rank, size, rank, method, 1), *args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+            return  # its peers may hang: the pool starts anew
+
+
+class Pool:
+    """Up to `size` processes that run jobs together."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+
+    def run(self, size: int, job: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        """job(place, *args) on `size` ranks; results in rank order. Any rank's exception is raised here."""
+        while len(self._workers) < size:
+            mine, theirs = self._context.Pipe()
+            process = self._context.Process(target=_worker, args=(len(self._workers), theirs), daemon=True)
+            process.start()
+            self._workers.append((process, mine))
+        with tempfile.TemporaryDirectory() as folder:
+            method = f"file://{Path(folder) / 'rendezvous'}"
+            for _, pipe in self._workers[:size]:
+                pipe.send((job, size, method, args))
+            results = []
+            for rank, (_, pipe) in enumerate(self._workers[:size]):
+                try:
+                    state, value = pipe.recv() if pipe.poll(timeout_s) else ("error", f"no answer in {timeout_s} s")
+                except EOFError:
+                    state, value = "error", "the process died"
+                if state == "error":
+                    others = [p.recv()[1] for _, p in self._workers[:size] if p is not pipe and p.poll(1)]
+                    self.close()
+                    raise AssertionError(f"rank {rank}: {value}\nother ranks: {others}")
+                results.append(value)
+        return results
+
+    def close(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+@contextmanager
+def pool() -> Any:
+    started = Pool()
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def run_mesh(pool: Pool, spec: RunSpec, num_steps: int = 1) -> Ran:
+    fields = spec.model_dump(mode="json")
+    return gather_ran(pool.run(spec.world_size, steps_job, fields, num_steps))

@@ -1,0 +1,281 @@
+"""Samples by counter: every token once an epoch, the same text on any mesh and after any stop, bad corpora refused."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from test_corpus import EOS_ID, jsonl, word_tokenizer, words
+
+from pithtrain import corpus
+from pithtrain.data import Dataset, permute
+from pithtrain.errors import DataError
+from pithtrain.spec import DataSection, DataSource, Mesh
+
+S = 4  # sequence length: a document of three words and its EOS is one sample
+VOCAB = 512
+FIRST = 10  # sample i of `sequences` is made of id FIRST + i
+
+
+def make(path: Path, documents: Sequence[Sequence[int]], vocab_size: int = VOCAB, shard_tokens: int = 2**20) -> Path:
+    path.mkdir()
+    tokenizer = word_tokenizer(path / "tokenizer.json", vocab_size)
+    text = jsonl(path / "text.jsonl", [{"text": words(ids)} for ids in documents])
+    corpus.tokenize([text], path / "tokens", tokenizer, shard_tokens=shard_tokens)
+    return path
+
+
+def sequences(path: Path, count: int, shard_tokens: int = 2**20) -> Path:
+    """A corpus of `count` samples of length S, told apart by their first token (and two tokens left over)."""
+    return make(path, [*([FIRST + i] * 3 for i in range(count)), [3]], shard_tokens=shard_tokens)
+
+
+def dataset(path: Path, length: int = S, seed: int = 0, vocab_size: int = VOCAB, **data: Any) -> Dataset:
+    section = DataSection(sources=(DataSource(path=path / "tokens"),), **{"repeat": True, **data})
+    return Dataset(section, length, seed, vocab_size)
+
+
+def ids(data: Dataset, first: int, count: int) -> list[int]:
+    """Which samples these counters are, read from the tokens themselves."""
+    return [int(row[0]) - FIRST for row in data.batch(first, count)[0]]
+
+
+def step_ids(data: Dataset, mesh: Mesh, rank: int, samples: int, global_batch_size: int, mbs: int = 1) -> list[int]:
+    """What the engine reads on a rank (of the first pipeline stage) for the step that begins after `samples`."""
+    torch = pytest.importorskip("torch")
+    from pithtrain.train import read_batches
+    from pithtrain.world import World
+
+    pp, dp, cp, ep = mesh.coords(rank)
+    world = World(mesh, rank, pp, dp, cp, ep, torch.device("cpu"), *[None] * 7)
+    n = global_batch_size // (mbs * world.data_size)
+    spec = SimpleNamespace(training=SimpleNamespace(micro_batch_size=mbs), num_micro_batches=n)
+    batches = read_batches(data, cast(Any, spec), world, samples)
+    return [int(row[0]) - FIRST for batch in batches for row in batch.tokens]
+
+
+# --- samples ---
+
+
+def test_samples_are_windows_of_one_stream(tmp_path: Path) -> None:
+    path = make(tmp_path / "c", [[10, 11, 12], [13, 14], [15, 16]])
+    stream = [10, 11, 12, EOS_ID, 13, 14, EOS_ID, 15, 16, EOS_ID]
+    data = dataset(path, shuffle=False)
+    assert data.samples_per_epoch == 2
+    tokens, labels = data.batch(0, 4)
+    assert tokens.dtype == labels.dtype == np.int64
+    assert tokens.tolist() == [stream[0:4], stream[4:8]] * 2
+    assert labels.tolist() == [stream[1:5], stream[5:9]] * 2
+    assert data.locate(3) == (1, 1)
+    assert dataset(path, length=9, shuffle=False).batch(7, 1)[1].tolist() == [stream[1:]]  # exactly one sample
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 50])
+def test_samples_cross_shards(tmp_path: Path, shard_tokens: int) -> None:
+    documents = [list(range(10, 10 + 1 + i % 9)) for i in range(40)]
+    path = make(tmp_path / "c", documents, shard_tokens=shard_tokens)
+    stream = [i for document in documents for i in [*document, EOS_ID]]
+    for length in (1, 3, 64):
+        data = dataset(path, length, shuffle=False)
+        tokens, labels = data.batch(0, data.samples_per_epoch)
+        assert tokens.ravel().tolist() == stream[: tokens.size]
+        assert labels.ravel().tolist() == stream[1 : tokens.size + 1]
+        assert len(stream) - tokens.size <= length
+
+
+def test_case_037_offsets_are_64_bit(tmp_path: Path) -> None:
+    vocabulary, gib = corpus.Vocabulary(65_536, EOS_ID, "ab"), 2**30
+    (tmp_path / "tokens").mkdir()
+    shard = corpus.Shard(tmp_path / "tokens" / "big.tokens", vocabulary, num_tokens=9 * gib // 2, num_documents=3)
+    last = 17 * gib // 4  # tokens: 8.5 GiB of 2 bytes
+    with corpus.ShardWriter(shard.path, vocabulary).file as file:  # its header is written by hand: the file has holes
+        file.truncate(shard.num_bytes)
+        header = {"num_tokens": shard.num_tokens, "num_documents": 3, "vocab_size": 65_536, "eos_id": EOS_ID}
+        header |= {"format": corpus.FORMAT, "version": corpus.VERSION, "tokenizer_sha256": "ab"}
+        file.seek(0)
+        file.write(json.dumps(header).encode().ljust(corpus.HEADER_BYTES))
+        file.seek(corpus.HEADER_BYTES + 2 * last)
+        file.write(np.array([7, 8, 65_535], "<u2").tobytes())
+        file.seek(shard.offsets_at)
+        file.write(np.array([0, 5, last, shard.num_tokens], "<u8").tobytes())
+    assert corpus.read_shard(shard.path) == shard
+    counts = {"num_tokens": shard.num_tokens, "num_documents": 3}
+    manifest = header | {"empty_documents": 0, "shards": [{"file": "big.tokens", **counts}]}
+    (shard.path.parent / corpus.MANIFEST).write_text(json.dumps(manifest))
+    data = dataset(tmp_path, length=1024, vocab_size=65_536, shuffle=False)
+    assert data.batch(last // 1024, 1)[0][0, :4].tolist() == [7, 8, 65_535, 0]
+    assert shard.offsets().tolist() == [0, 5, last, shard.num_tokens]
+    *_, document = shard.documents()
+    assert len(document) == shard.num_tokens - last
+    assert document[:4].tolist() == [7, 8, 65_535, 0]
+
+
+def test_case_038_three_hundred_shards(tmp_path: Path) -> None:
+    data = dataset(sequences(tmp_path / "c", 300, shard_tokens=1))
+    assert len(data.corpus.shards) == 301
+    for epoch in range(2):
+        assert sorted(ids(data, 300 * epoch, 300)) == list(range(300))
+
+
+# --- order ---
+
+
+def test_permute_is_a_bijection_that_looks_random() -> None:
+    for size in [*range(1, 70), 255, 256, 257, 1000]:
+        assert sorted(permute(i, size, b"k" * 16) for i in range(size)) == list(range(size))
+    orders = [[permute(i, 1000, epoch.to_bytes(16, "little")) for i in range(1000)] for epoch in range(20)]
+    fixed = sum(a == b for order in orders for a, b in enumerate(order))
+    neighbours = sum(b == a + 1 for order in orders for a, b in zip(order, order[1:], strict=False))
+    assert fixed < 45  # 20 expected, +- 4.5
+    assert neighbours < 45
+    means = [np.mean(order[:100]) for order in orders]
+    assert abs(np.mean(means) - 499.5) < 4 * 289 / 2000**0.5  # the first tenth is a fair sample of all
+    assert 0 <= permute(10**12, 10**13, b"k" * 16) < 10**13
+
+
+def test_the_order_is_the_same_for_good(tmp_path: Path) -> None:
+    """Frozen values: a change here changes what every run reads after a resume."""
+    data = dataset(sequences(tmp_path / "c", 10), seed=2**63 - 1)
+    assert [data.locate(i) for i in (0, 9, 10, 25)] == [(0, 2), (0, 9), (1, 2), (2, 0)]
+    assert [permute(i, 10, bytes(16)) for i in range(10)] == [5, 1, 4, 9, 7, 3, 0, 2, 6, 8]
+
+
+def test_seed_and_epoch_change_the_order(tmp_path: Path) -> None:
+    path = sequences(tmp_path / "c", 64)
+    orders = [ids(dataset(path, seed=seed), 64 * epoch, 64) for seed in range(3) for epoch in range(3)]
+    assert all(sorted(order) == list(range(64)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 9
+    assert ids(dataset(path, shuffle=False), 64, 64) == list(range(64))
+
+
+def test_case_040_a_resume_inside_an_epoch_repeats_nothing(tmp_path: Path) -> None:
+    path = sequences(tmp_path / "c", 64)
+    straight = [i for step in range(16) for i in ids(dataset(path), 4 * step, 4)]
+    resumed = dataset(path)  # a new process: nothing but the counter comes along
+    assert [*straight[:20], *(i for step in range(5, 16) for i in ids(resumed, 4 * step, 4))] == straight
+    assert sorted(straight) == list(range(64))
+
+
+def test_case_041_042_later_epochs_after_a_resume(tmp_path: Path) -> None:
+    path = sequences(tmp_path / "c", 64)
+    straight = ids(dataset(path), 0, 4 * 64)
+    for resume_at in (20, 64, 2 * 64 + 12):
+        assert straight[:resume_at] + ids(dataset(path), resume_at, 4 * 64 - resume_at) == straight
+    epochs = [straight[64 * e : 64 * (e + 1)] for e in range(4)]
+    assert all(sorted(epoch) == list(range(64)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_case_044_batch_and_mesh_may_change_at_a_resume(tmp_path: Path) -> None:
+    data = dataset(sequences(tmp_path / "c", 64))
+    seen: list[int] = []
+
+    def train(steps: int, global_batch_size: int, mesh: Mesh) -> None:
+        for _ in range(steps):
+            samples = len(seen)  # the position is in samples
+            ranks = range(mesh.size)
+            seen.extend(i for rank in ranks for i in step_ids(data, mesh, rank, samples, global_batch_size))
+
+    train(5, 8, Mesh(1, 1, 1, 1))
+    train(2, 4, Mesh(1, 1, 1, 1))
+    train(4, 4, Mesh(1, 2, 1, 1))
+    assert sorted(seen) == list(range(64))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 1, 1), Mesh(1, 1, 1, 2), Mesh(1, 3, 1, 2)], ids=str)
+def test_case_045_data_ranks_read_distinct_samples(tmp_path: Path, mesh: Mesh) -> None:
+    data = dataset(sequences(tmp_path / "c", 12))
+    for mbs in (1, 2):
+        per_rank = [step_ids(data, mesh, rank, 0, 12, mbs) for rank in range(mesh.size)]
+        assert sorted(i for one in per_rank for i in one) == list(range(12))
+        whole = step_ids(data, Mesh(1, 1, 1, 1), 0, 0, 12, mbs)
+        together = {tuple(sorted(whole[i : i + mbs])) for i in range(0, 12, mbs)}  # which share a micro-batch
+        assert together == {tuple(sorted(one[i : i + mbs])) for one in per_rank for i in range(0, len(one), mbs)}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 1, 2, 1), Mesh(2, 2, 2, 2)], ids=str)
+def test_case_046_one_replica_reads_one_text(tmp_path: Path, mesh: Mesh) -> None:
+    data = dataset(sequences(tmp_path / "c", 64))
+    replicas: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+    for rank in range(mesh.size):
+        _, dp, _, ep = mesh.coords(rank)
+        replicas.setdefault((dp, ep), set()).add(tuple(step_ids(data, mesh, rank, 16, 16)))
+    assert all(len(read) == 1 for read in replicas.values())
+    distinct = {i for read in replicas.values() for i in next(iter(read))}
+    assert distinct == set(ids(data, 16, 16))
+    assert len(distinct) == 16  # the global batch
+
+
+# --- refusals ---
+
+
+def refused(message: str, path: Path, **kwargs: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        dataset(path, **kwargs)
+
+
+def test_case_033_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = sequences(tmp_path / "c", 8)
+    same = dataset(path, tokenizer=path / "tokenizer.json")
+    assert same.fingerprint == corpus.tokenizer_sha256(path / "tokenizer.json")
+    for name, size, first_word in (("wider", 600, 0), ("other ids", VOCAB, 5)):
+        other = word_tokenizer(tmp_path / f"{name}.json", size, first_word=first_word)
+        refused(
+            rf"c/tokens: was made with a tokenizer of sha256 {same.fingerprint[:12]}, data.tokenizer .*{name}.json is "
+            rf"{corpus.tokenizer_sha256(other)[:12]}; tokenize again, or leave data.tokenizer out",
+            path,
+            tokenizer=other,
+            vocab_size=600,
+        )
+    dataset(path, vocab_size=600)  # data.tokenizer left out is the override, and the stored spec says so
+    refused(r"gone.json: cannot read this tokenizer", path, tokenizer=tmp_path / "gone.json")
+
+
+def test_a_corpus_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
+    refused("gone/tokens: there is no corpus here; `pithtrain tokenize` makes one", tmp_path / "gone")
+    path = sequences(tmp_path / "c", 8)
+    refused(
+        r"its ids go up to 511, but model.vocab_size is 300; set model.vocab_size to at least 512", path, vocab_size=300
+    )
+    refused(r"c/tokens: has 34 tokens, one sample takes training.sequence_length \+ 1 = 35", path, length=34)
+    assert dataset(path, length=33).samples_per_epoch == 1
+    shard = path / "tokens" / "shard-00000.tokens"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    refused(r"shard-00000.tokens: has 4,240 bytes, but 34 tokens .* take 4,248; it was cut short", path)
+    (path / "tokens" / corpus.MANIFEST).unlink()
+    refused(r"c/tokens: this corpus is incomplete: 1 shards and no corpus.json", path)
+
+
+def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> None:
+    path = sequences(tmp_path / "c", 8)
+    data = dataset(path, shuffle=False)
+    shard = path / "tokens" / "shard-00000.tokens"
+    damaged = bytearray(shard.read_bytes())
+    damaged[4096 + 2 * 21 : 4096 + 2 * 22] = (60_000).to_bytes(2, "little")
+    shard.write_bytes(damaged)
+    data.batch(0, 5)
+    with pytest.raises(DataError, match=r"shard-00000.tokens: token 21 is id 60,000, model.vocab_size is 512"):
+        data.batch(5, 1)
+
+
+def test_a_shard_that_vanishes_is_named(tmp_path: Path) -> None:
+    path = sequences(tmp_path / "c", 8, shard_tokens=16)
+    data = dataset(path, shuffle=False)
+    (path / "tokens" / "shard-00001.tokens").unlink()
+    data.batch(0, 3)
+    with pytest.raises(DataError, match=r"shard-00001.tokens: cannot read this shard: No such file"):
+        data.batch(4, 1)
+
+
+def test_no_more_epochs_than_allowed(tmp_path: Path) -> None:
+    data = dataset(sequences(tmp_path / "c", 10), repeat=False, epochs=2)
+    data.require(20)
+    message = r"needs 21 samples .* data.epochs = 2 gives 2 x 10 = 20, of 4 tokens each; set data.epochs to 3 or"
+    with pytest.raises(DataError, match=message):
+        data.require(21)
+    data.batch(16, 4)
+    with pytest.raises(DataError, match=message):
+        data.batch(17, 4)
