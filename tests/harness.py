@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pithtrain.build import Engine, build
+from pithtrain.build import Engine, build, device_type
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict
@@ -46,7 +46,9 @@ MODEL = {
 }
 
 
-def make_spec(pp: int = 1, dp: int = 1, ep: int = 1, *, model: dict[str, Any] | None = None, **sections: Any) -> RunSpec:
+def make_spec(
+    pp: int = 1, dp: int = 1, ep: int = 1, *, model: dict[str, Any] | None = None, **sections: Any
+) -> RunSpec:
     """A tiny run on this mesh. `sections` update the sections of the same name."""
     fields: dict[str, Any] = {
         "name": "tiny",
@@ -89,7 +91,8 @@ def batches_of(spec: RunSpec, engine: Engine, step: int) -> list[MicroBatch]:
     for a in range(spec.num_micro_batches):
         first = step * spec.training.global_batch_size + (a * world.data_size + world.data_rank) * mbs
         pairs = [synthetic(spec, first + i) for i in range(mbs)]
-        found.append(MicroBatch(torch.stack([t for t, _ in pairs]), torch.stack([x for _, x in pairs])))
+        tokens, labels = (torch.stack([pair[i] for pair in pairs]).to(world.device) for i in (0, 1))
+        found.append(MicroBatch(tokens, labels))
     return found
 
 
@@ -98,7 +101,9 @@ Shards = dict[str, tuple[int, tuple[int, ...], np.ndarray]]  # name -> (first ro
 
 def shards(engine: Engine, pick: Callable[[Any], torch.Tensor]) -> Shards:
     """This rank's rows of one tensor per parameter."""
-    return {n: (p.first_row, p.whole_shape, pick(p).detach().clone().numpy()) for n, p in engine.zero.sharded.items()}
+    return {
+        n: (p.first_row, p.whole_shape, pick(p).detach().cpu().clone().numpy()) for n, p in engine.zero.sharded.items()
+    }
 
 
 def assemble(parts: Sequence[Shards]) -> dict[str, np.ndarray]:
@@ -131,7 +136,7 @@ class Ran:
 def steps_job(place: Place, spec_yaml: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """Train `num_steps` on synthetic batches; this rank's part of `Ran`."""
     spec = from_dict(spec_yaml)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, device_type(spec), 60, 60) as world:
         engine = build(spec, world)
         out: dict[str, Any] = {"losses": [], "norms": [], "balance": [], "counts": []}
         for step in range(num_steps):
@@ -141,8 +146,8 @@ def steps_job(place: Place, spec_yaml: dict[str, Any], num_steps: int) -> dict[s
             result = train_step(engine, spec, batches, spec.optimizer.lr)
             out["losses"].append(world.sum(result.stats.loss.double()).item())
             out["norms"].append(result.norm.item())
-            out["balance"].append(world.sum(result.stats.balance_L.double()).numpy())
-            out["counts"].append(world.sum(result.stats.counts_LE.clone()).numpy())
+            out["balance"].append(world.sum(result.stats.balance_L.double()).cpu().numpy())
+            out["counts"].append(world.sum(result.stats.counts_LE.clone()).cpu().numpy())
         out["masters"] = shards(engine, lambda p: p.master)
     return out
 

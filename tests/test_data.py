@@ -1,19 +1,21 @@
 """Samples by counter: every token once an epoch, the same text on any mesh and after any stop, bad corpora refused."""
 
+import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from test_corpus import EOS_ID, jsonl, word_tokenizer, words
 
 from pithtrain import corpus
 from pithtrain.data import Dataset, permute
 from pithtrain.errors import DataError
 from pithtrain.spec import DataSection, DataSource, Mesh
+from test_corpus import EOS_ID, jsonl, word_tokenizer, words
 
 S = 4  # sequence length: a document of three words and its EOS is one sample
 VOCAB = 512
@@ -50,7 +52,8 @@ def step_ids(data: Dataset, mesh: Mesh, rank: int, samples: int, global_batch_si
     from pithtrain.world import World
 
     pp, dp, cp, ep = mesh.coords(rank)
-    world = World(mesh, rank, pp, dp, cp, ep, torch.device("cpu"), *[None] * 7)
+    groups: dict[str, Any] = {f.name: None for f in dataclasses.fields(World) if f.name.endswith("_group")}
+    world = World(mesh, rank, pp, dp, cp, ep, torch.device("cpu"), **groups)
     n = global_batch_size // (mbs * world.data_size)
     spec = SimpleNamespace(training=SimpleNamespace(micro_batch_size=mbs), num_micro_batches=n)
     batches = read_batches(data, cast(Any, spec), world, samples)
@@ -128,7 +131,7 @@ def test_permute_is_a_bijection_that_looks_random() -> None:
         assert sorted(permute(i, size, b"k" * 16) for i in range(size)) == list(range(size))
     orders = [[permute(i, 1000, epoch.to_bytes(16, "little")) for i in range(1000)] for epoch in range(20)]
     fixed = sum(a == b for order in orders for a, b in enumerate(order))
-    neighbours = sum(b == a + 1 for order in orders for a, b in zip(order, order[1:], strict=False))
+    neighbours = sum(b == a + 1 for order in orders for a, b in itertools.pairwise(order))
     assert fixed < 45  # 20 expected, +- 4.5
     assert neighbours < 45
     means = [np.mean(order[:100]) for order in orders]

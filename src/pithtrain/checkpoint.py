@@ -62,7 +62,7 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     world.barrier()
-    dcp.save(_state(zero, world), checkpoint_id=partial, **_agreement(world))
+    dcp.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
     if world.rank == 0:
         facts = {"updates": zero.updates, "mesh": asdict(world.mesh), "torch": torch.__version__}
         content = {"format": FORMAT, **asdict(position), **facts, **about}
@@ -117,7 +117,7 @@ def load(path: Path, zero: Zero, world: World, about: dict[str, Any]) -> Positio
     ]
     if problems:
         raise CheckpointError("\n  ".join([f"{path} is of another run and cannot be resumed:", *problems]))
-    dcp.load(_state(zero, world), checkpoint_id=path, **_agreement(world))
+    dcp.load(_state(zero, world), checkpoint_id=path, process_group=world.control_group)
     zero.loaded(content["updates"])
     return Position(content["step"], content["samples"])
 
@@ -167,10 +167,6 @@ def _mesh(world: World, kind: str) -> DeviceMesh:
     else:
         ranks = [m.rank(world.pp, dp, cp, ep) for dp, cp in data for ep in range(m.ep)]
     return DeviceMesh(world.device.type, torch.tensor(ranks), _init_backend=False)
-
-
-def _agreement(world: World) -> dict[str, Any]:
-    return {"no_dist": True} if world.control_group is None else {"process_group": world.control_group}
 
 
 def _sync_folder(path: Path) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -323,7 +324,7 @@ def _wait(run: "RunDir") -> None:
     try:
         ended = jobs.wait(run, show)
     except KeyboardInterrupt:
-        print(f"\nthe run goes on:  pithtrain status {run.path}   pithtrain cancel {run.path}", file=sys.stderr)
+        print(f"\nthe run goes on:  {_me()} status {run.path}   {_me()} cancel {run.path}", file=sys.stderr)
         raise SystemExit(130) from None
     if ended.word == "stopped":
         raise RunFailed(f"{run.name} was stopped with its state saved\n  go on:  pithtrain resume {run.path}")
@@ -336,7 +337,15 @@ def _say_submitted(run: "RunDir", spec: "RunSpec", job: dict[str, Any]) -> None:
     print(f"{run.name}: {where}, {spec.slurm.nodes} x {spec.slurm.gpus_per_node} ranks, attempt {job['attempt']}")
     print(f"  directory  {run.path}")
     for command in ("status", "logs", "cancel", "resume"):
-        print(f"  {command:<9}  pithtrain {command} {run.path}")
+        print(f"  {command:<9}  {_me()} {command} {run.path}")
+
+
+def _me() -> str:
+    """How to call this program again: by its name, or by its path where no activated environment has it."""
+    path = Path(sys.argv[0])
+    if shutil.which("pithtrain") is not None or path.name != "pithtrain":
+        return "pithtrain"
+    return os.path.relpath(path)
 
 
 def _print_states(states: "list[State]") -> None:
@@ -379,9 +388,9 @@ def _summary(run: "RunDir", seconds: float) -> None:
         (f"last loss, mean of {len(last)}", f"{final:.4f}"),
         ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-"),
         ("run directory", str(run.path)),
-        ("its log", f"pithtrain logs {run.name}"),
-        ("go on with it", f"pithtrain resume {run.name} --set training.max_steps={2 * rows[-1]['step']}"),
-        ("your own run", "cp configs/tiny.yaml configs/mine.yaml; pithtrain validate configs/mine.yaml"),
+        ("its log", f"{_me()} logs {run.name}"),
+        ("go on with it", f"{_me()} resume {run.name} --set training.max_steps={2 * rows[-1]['step']}"),
+        ("your own run", f"cp configs/tiny.yaml configs/mine.yaml; {_me()} validate configs/mine.yaml"),
     ):
         table.add_row(label, text)
     Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)

@@ -404,13 +404,13 @@ def _publish(new: Path, place: Path, replace: bool) -> bool:
         place.rename(old)
     try:
         new.rename(place)
+        published = True
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise
-        return False
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-    return True
+            raise  # and `old` stays, hidden, for a person to rename back
+        published = False
+    shutil.rmtree(old, ignore_errors=True)
+    return published
 
 
 def _refuse_strangers(place: Path, is_ours: Callable[[str], bool]) -> None:

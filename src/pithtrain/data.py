@@ -8,7 +8,8 @@ in an EOS.
 A run reads samples by a global counter 0, 1, 2, ...: `counter = epoch * samples_per_epoch + place`, and the place in
 the epoch is mapped to a sample by a bijection keyed by (seed, epoch). So every sample is read exactly once an epoch,
 the order depends on (seed, counter) alone, and any rank finds any sample without the ones before: a resume, another
-batch size or another mesh continue at a counter. An epoch may end inside a batch.
+batch size or another mesh continue at a counter. No tail is dropped: an epoch may end inside a batch, whose first
+samples are then of one epoch and the others of the next.
 
 The bijection is a Feistel network on the smallest even number of bits that holds the epoch, walked until it lands
 inside (less than 4 times on average). It costs about 20 us a sample and no memory, whatever the size of the corpus; a

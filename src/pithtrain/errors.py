@@ -22,6 +22,7 @@ Worked example, two mistakes reported at once:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 LONGEST_VALUE = 120  # characters of a refused value that are shown: enough to recognise it, not a page of YAML
 
@@ -43,7 +44,8 @@ ABSENT = Absent()
 def show(value: object) -> str:
     """A value as YAML spells it, cut to a length at which one still recognises it."""
     words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    plain = str(value) if isinstance(value, Path) else value
+    text = words[plain] if plain is None or isinstance(plain, bool) else repr(plain)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 

@@ -75,7 +75,7 @@ def console_line(metrics: Metrics, max_steps: int) -> str:
         ("lr {:.2e}", metrics.lr),
         ("grad {:.3f}", metrics.grad_norm),
         ("{:,.0f} tok/s", metrics.tokens_per_second),
-        ("{:.2f} TFLOP/s", metrics.tflops_per_device),
+        ("{:.3g} TFLOP/s", metrics.tflops_per_device),
         ("{:.1f} GiB", metrics.memory_peak_gib),
         *((f"val {source} {{:.4f}}", loss) for source, loss in metrics.val_loss.items()),
     ]

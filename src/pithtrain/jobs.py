@@ -27,7 +27,8 @@ from pithtrain.errors import RunDirError
 from pithtrain.rundir import RunDir
 
 POLL_S = 0.5
-ENDED = ("done", "failed", "stopped", "lost")
+SLURM_POLL_S = 5.0  # one squeue each: the controller serves everyone
+TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ def state(run: RunDir) -> State:
     job = rundir.last_job(run) or {}
     attempt = max(job.get("attempt", 0), (rundir.last_attempt(run) or {}).get("attempt", 0))
     running = alive(run, job) if job else None
-    row = (rundir.read_lines(run.metrics) or [{}])[-1]
+    row = (rundir.read_lines_from(run.metrics, -TAIL_BYTES)[0] or [{}])[-1]
     spec = yaml.safe_load(run.spec_yaml.read_text(encoding="utf-8"))
     return State(
         name=run.name,
@@ -86,12 +87,16 @@ def _word(run: RunDir, attempt: int, running: str | None) -> str:
 def alive(run: RunDir, job: Mapping[str, Any]) -> str | None:
     """`running`, Slurm's state in lower case, or None where the job has ended.
 
-    The process of another host cannot be seen from here: it counts as running until its attempt has an end.
+    The process of another host cannot be seen from here: it counts as running until its attempt has an end. So does one
+    that trains in the foreground, since what called it may live on.
     """
     if job["launcher"] == "slurm":
         return _slurm_state(job["job_id"])
+    last = rundir.last_attempt(run) or {}
+    if last.get("attempt") == job["attempt"] and last.get("end") and job["launcher"] == "train":
+        return None
     if job["host"] != socket.gethostname():
-        return None if (rundir.last_attempt(run) or {}).get("end") else "running"
+        return None if last.get("end") else "running"
     started = process_start(int(job["job_id"]))
     # the record was written just after the process began: one that began later only has the same number
     return "running" if started is not None and started < job["time"] + 5 else None
@@ -132,16 +137,17 @@ def process_start(pid: int) -> float | None:
 
 def wait(run: RunDir, report: Callable[[dict[str, Any]], None] = lambda row: None) -> State:
     """Wait until the run has ended and its processes are gone; `report` gets each new line of metrics.jsonl."""
-    seen = 0
+    seen = position = 0
     while True:
         now = state(run)
-        for row in rundir.read_lines(run.metrics):
+        rows, position = rundir.read_lines_from(run.metrics, position)
+        for row in rows:
             if row["step"] > seen:
                 seen = row["step"]
                 report(row)
         if not now.alive:
             return state(run)
-        time.sleep(POLL_S)
+        time.sleep(SLURM_POLL_S if now.launcher == "slurm" else POLL_S)
 
 
 def refuse_if_live(run: RunDir) -> None:

@@ -153,7 +153,9 @@ class Plan:
 
 
 def _span(layers: tuple[int, ...]) -> str:
-    return "none" if not layers else f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+    if len(layers) < 2:
+        return "".join(map(str, layers)) or "none"
+    return f"{layers[0]}-{layers[-1]}"
 
 
 def _short(count: float) -> str:

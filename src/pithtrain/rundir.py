@@ -165,17 +165,27 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a `.jsonl` file in order, without lines that are not whole; [] where the file is missing."""
+    return read_lines_from(path, 0)[0]
+
+
+def read_lines_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
+    """As `read_lines`, from byte `start` on, and the byte to go on from. A negative start counts from the end."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            # a file that is shorter than before was written anew
+            start = file.seek(start if 0 <= start <= size else max(0, size + start) if start < 0 else 0)
+            text = file.read()
     except FileNotFoundError:
-        return []
+        return [], 0
+    whole = text[: text.rfind(b"\n") + 1]  # what follows the last newline is a torn line, or nothing
     rows: list[dict[str, Any]] = []
-    for line in text.split("\n")[:-1]:  # what follows the last newline is a torn line, or nothing
+    for line in whole.split(b"\n"):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             continue
-    return rows
+    return rows, start + len(whole)
 
 
 def mark(marker: Path, attempt: int, **fields: Any) -> None:

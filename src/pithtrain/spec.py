@@ -44,7 +44,7 @@ from pydantic import (
 )
 
 from pithtrain.errors import ABSENT, Problem, SpecError, show
-from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, load_ignored
+from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, load_ignored, only
 
 Count = Annotated[Integer, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -81,9 +81,7 @@ class ModelSection(Strict):
 class ParallelismSection(Strict):
     """How the world is cut; data parallel is what is left of it."""
 
-    pipeline_parallel_size: Positive = Field(
-        default=1, description="pp, ranks of a pipeline; the model is cut in 2 pp stages"
-    )
+    pipeline_parallel_size: Positive = Field(default=1, description="pp, ranks of a pipeline, two stages each")
     expert_parallel_size: Positive = Field(default=1, description="ep, ranks that share the experts of a layer")
     context_parallel_size: Positive = Field(default=1, description="cp, ranks that share a sequence")
 
@@ -126,7 +124,7 @@ class LrSchedulerSection(Strict):
     warmup_steps: Count = Field(default=0, description="steps of linear rise to lr")
     decay_steps: Positive | None = Field(
         default=None,
-        description="linear, cosine: step at which min_lr is reached, default max_steps; wsd: length of the decay",
+        description="linear, cosine: step that reaches min_lr, default max_steps; wsd: length of the decay",
     )
     min_lr: float = Field(default=0.0, ge=0, description="where the decay ends")
 
@@ -137,27 +135,21 @@ class MoeSection(Strict):
     load_balance_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
         default="none", description="set of tokens over which expert shares are counted"
     )
-    aux_loss_coef: float = Field(
-        default=0.0, ge=0, description="of a loss that is 1 per layer when balanced, summed over layers"
-    )
+    aux_loss_coef: float = Field(default=0.0, ge=0, description="of a loss that is 1 per layer when balanced")
     z_loss_coef: float = Field(default=0.0, ge=0, description="of the router's log partition function squared")
     bias_update_rate: float = Field(default=0.0, ge=0, description="per step, of the selection bias")
     force_load_balance: bool = Field(default=False, description="tokens go round robin: for speed measurements only")
     dispatch: Literal["dedup", "plain"] = Field(
-        default="dedup", description="dedup sends a token once per rank; plain once per expert, for comparison"
+        default="dedup", description="a token travels once per rank; plain: once per expert, for comparison"
     )
-    transport: Literal["nccl", "symmetric"] = Field(
-        default="nccl", description="symmetric: copy engines inside an NVLink domain"
-    )
+    transport: Literal["nccl", "symmetric"] = Field(default="nccl", description="symmetric: NVLink copy engines")
 
 
 class Fp8Section(Strict):
     """8-bit matrix products."""
 
     enabled: bool = Field(default=False, description="off on Hopper unless measured to be faster")
-    recipe: Literal["blockwise", "rowwise", "mxfp8"] = Field(
-        default="blockwise", description="shape of a scale's block"
-    )
+    recipe: Literal["blockwise", "rowwise", "mxfp8"] = Field(default="blockwise", description="what shares a scale")
 
 
 class CompileSection(Strict):
@@ -186,7 +178,7 @@ Sources = Annotated[tuple[DataSource, ...], Field(strict=False)]
 class DataSection(Strict):
     """What is read."""
 
-    sources: Sources = Field(min_length=1, description="corpora to draw from")
+    sources: Sources = Field(description="corpora to draw from")
     tokenizer: Location | None = Field(default=None, description="tokenizer.json the corpus must have been made with")
     document_mask: bool = Field(default=False, description="tokens see their own document only")
     shuffle: bool = Field(default=True, description="a new order each epoch, a function of (seed, epoch)")
@@ -301,8 +293,7 @@ class SlurmSection(Strict):
     gpus_per_node: Positive = Field(default=1, description="ranks of a machine, one per GPU; processes on a CPU")
     cpus_per_task: Positive | None = Field(default=None, description="cores of a rank; null: the cluster's default")
     mem: Annotated[str, BeforeValidator(_text), AfterValidator(_check_mem)] = Field(
-        default="0",
-        description="memory of a node; 0: all of it. Always sent: the default of a cluster may block others",
+        default="0", description="memory of a node; 0: all of it. Always sent: a cluster's default may block others"
     )
     constraint: Text | None = Field(default=None, description="features a node must have")
     exclude: Text | None = Field(default=None, description="nodes not to use")
@@ -357,22 +348,18 @@ def _resume(value: object) -> object:
 
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError(
-            "must be 1 to 100 letters, digits, '.', '_' or '-', the first a letter or digit: it names a folder"
-        )
+        raise ValueError("names a folder: at most 100 letters, digits, '.', '_' or '-', the first a letter or digit")
     return name
 
 
 class RunHead(Strict):
     """The keys of a run that stand in no section."""
 
-    version: Literal[1] = Field(default=1, description="of this format")
-    name: Annotated[str, AfterValidator(_check_name)] = Field(
-        description="of the run; its directory is output_dir/name"
-    )
+    version: Annotated[Integer, only(1, "there is one format")] = Field(default=1, description="of this format")
+    name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run's directory is output_dir/name")
     output_dir: Location = Field(default=Path("runs"), description="where run directories are made")
     init_from: Location | None = Field(default=None, description="checkpoint whose weights alone are taken")
-    resume: Annotated[str, BeforeValidator(_resume), Field(min_length=1)] = Field(
+    resume: Annotated[Text, BeforeValidator(_resume)] = Field(
         default="auto", description="auto: this run's newest complete checkpoint if any; never; or the path of one"
     )
 
@@ -458,7 +445,8 @@ def _check_batch(spec: RunSpec) -> Iterator[Problem]:
             f"must be a multiple of micro_batch_size {micro} x dp {mesh.dp} x ep {mesh.ep} = {per_turn}: "
             "every data rank takes the same number of micro-batches"
         )
-        near = sorted({max(1, batch // per_turn) * per_turn, -(-batch // per_turn) * per_turn})
+        turns = {max(2 * mesh.pp, batch // per_turn), max(2 * mesh.pp, batch // per_turn + 1)}
+        near = sorted(turn * per_turn for turn in turns)
         yield Problem("training.global_batch_size", batch, rule, f"nearest: {' or '.join(map(str, near))}")
     elif batch // per_turn < 2 * mesh.pp:
         rule = (
@@ -491,32 +479,29 @@ def _check_dtype(spec: RunSpec) -> Iterator[Problem]:
 
 def _check_lr(spec: RunSpec) -> Iterator[Problem]:
     schedule, last = spec.lr_scheduler, spec.training.max_steps
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps
-    if schedule.min_lr > spec.optimizer.lr:
-        yield Problem("lr_scheduler.min_lr", schedule.min_lr, f"must be at most optimizer.lr = {spec.optimizer.lr}")
+    warmup, decay, min_lr = schedule.warmup_steps, schedule.decay_steps, schedule.min_lr
+    at = "lr_scheduler"
+    if min_lr > spec.optimizer.lr:
+        yield Problem(f"{at}.min_lr", min_lr, f"must be at most optimizer.lr = {spec.optimizer.lr}")
     match schedule.type:
         case "constant":
             if decay is not None:
-                yield Problem("lr_scheduler.decay_steps", decay, "has no effect with type: constant", "set it to null")
-            if schedule.min_lr:
-                yield Problem(
-                    "lr_scheduler.min_lr", schedule.min_lr, "has no effect with type: constant", "set it to 0"
-                )
+                yield Problem(f"{at}.decay_steps", decay, "has no effect with type: constant", "set it to null")
+            if min_lr:
+                yield Problem(f"{at}.min_lr", min_lr, "has no effect with type: constant", "set it to 0")
             if warmup > last:
-                yield Problem("lr_scheduler.warmup_steps", warmup, f"must be at most training.max_steps = {last}")
+                yield Problem(f"{at}.warmup_steps", warmup, f"must be at most training.max_steps = {last}")
         case "linear" | "cosine":
             name, end = ("decay_steps", decay) if decay is not None else ("training.max_steps", last)
             if warmup >= end:
                 rule = f"must be below {name} = {end}, which counts the warm-up too"
-                yield Problem("lr_scheduler.warmup_steps", warmup, rule)
+                yield Problem(f"{at}.warmup_steps", warmup, rule)
         case "wsd":
             if decay is None:
-                yield Problem(
-                    "lr_scheduler.decay_steps", None, "type: wsd needs the length of its last decay, in steps"
-                )
+                yield Problem(f"{at}.decay_steps", None, "type: wsd needs the length of its last decay, in steps")
             elif warmup + decay > last:
                 rule = f"warmup_steps {warmup} + decay_steps {decay} must be at most training.max_steps = {last}"
-                yield Problem("lr_scheduler.decay_steps", decay, rule)
+                yield Problem(f"{at}.decay_steps", decay, rule)
 
 
 def _check_moe(spec: RunSpec) -> Iterator[Problem]:
@@ -532,7 +517,9 @@ def _check_moe(spec: RunSpec) -> Iterator[Problem]:
 def _check_data(spec: RunSpec) -> Iterator[Problem]:
     sources = spec.data.sources
     total = sum(source.weight for source in sources)
-    if abs(total - 1) > 1e-6:
+    if not sources:
+        yield Problem("data.sources", [], "must hold a corpus", "give [{path: ...}]")
+    elif abs(total - 1) > 1e-6:
         yield Problem("data.sources", [source.weight for source in sources], f"the weights sum to {total:g}, not to 1")
     if len(sources) > 1:
         yield Problem("data.sources", len(sources), "more than one source is not implemented yet")
@@ -549,21 +536,15 @@ def _check_slurm(spec: RunSpec) -> Iterator[Problem]:
     slurm = spec.slurm
     minutes = slurm.time_minutes
     if minutes is not None and 2 * slurm.signal_delay_s >= 60 * minutes:
-        rule = (
-            f"must be below half of slurm.time = {slurm.time} ({60 * minutes} s), or the run saves more than it trains"
-        )
+        rule = f"must be below half of slurm.time = {slurm.time}, which is {60 * minutes} s, to train more than save"
         yield Problem("slurm.signal_delay_s", slurm.signal_delay_s, rule, f"at most {30 * minutes - 1}")
     for key, value in slurm.env.items():
         if key in OWN_ENVIRONMENT or key.startswith("SLURM_"):
             yield Problem(f"slurm.env.{key}", value, "is set by pithtrain or Slurm for every rank")
     for key, value in slurm.additional_parameters.items():
-        if key.replace("-", "_") in OWN_OPTIONS:
-            at = f"slurm.{key.replace('-', '_')}"
-            hint = (
-                f"set {at}"
-                if key.replace("-", "_") in SlurmSection.model_fields
-                else "it follows from the mesh and name"
-            )
+        name = key.replace("-", "_")
+        if name in OWN_OPTIONS:
+            hint = f"set slurm.{name}" if name in SlurmSection.model_fields else "it follows from the mesh and the name"
             yield Problem(f"slurm.additional_parameters.{key}", value, "is ours to set", hint)
 
 
@@ -599,9 +580,12 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 def _check_built(spec: RunSpec) -> Iterator[Problem]:
     for place, also in NOT_BUILT.items():
         section, _, key = place.partition(".")
-        owner: object = getattr(spec, section, None)  # None: not given, or did not parse and has its own problem
-        if not isinstance(owner, Strict):
+        if place in RunHead.model_fields:
             owner, section, key = spec, "", place
+        elif section in spec.__dict__:
+            owner = cast(Strict, getattr(spec, section))
+        else:
+            continue  # it did not parse, and has its own problem
         for name in [key] if key else type(owner).model_fields:
             value, default = getattr(owner, name, None), type(owner).model_fields[name].default
             if value != default and value not in also:
@@ -737,7 +721,7 @@ def _set(fields: dict[str, object], override: str, problems: list[Problem]) -> N
                 items[int(key)] = value
             place = items[int(key)]
         elif isinstance(place, dict):
-            section = cast(dict[str, object], place)
+            section = cast("dict[str, object]", place)  # pyright: ignore[reportUnnecessaryCast]
             if last:
                 section[key] = value
             elif section.get(key) is None:
@@ -789,7 +773,26 @@ def _suggest(path: str, model: type[BaseModel] | None) -> str:
     if best > 0.75:
         return f"did you mean {' or '.join(key for key, score in scores.items() if score == best)}?"
     here = [key for key in keys if key.rpartition(".")[0] == section]
-    return f"keys here: {', '.join(here)}" if here else ""
+    return f"keys here: {', '.join(key.rpartition('.')[2] for key in here)}" if here else ""
+
+
+def _parse(
+    owner: type[BaseModel], fields: object, prefix: str, model: type[BaseModel] | None, problems: list[Problem]
+) -> BaseModel | None:
+    """`fields` as an `owner`; what is wrong goes to `problems`. With unknown keys alone wrong, those are left out of
+    the result, so that the rules between sections are still looked at; None when more is."""
+    try:
+        return owner.model_validate(fields)
+    except SpecError as error:  # rules over several fields, paths relative to the owner
+        problems.extend(Problem(f"{prefix}.{p.path}", p.value, p.rule, p.hint) for p in error.problems)
+    except ValidationError as error:
+        problems.extend(_problems(error, prefix, owner, model))
+        details = error.errors(include_url=False)
+        unknown = {detail["loc"][0] for detail in details if detail["type"] == "extra_forbidden"}
+        if isinstance(fields, dict) and all(d["type"] == "extra_forbidden" and len(d["loc"]) == 1 for d in details):
+            known = {key: value for key, value in cast(dict[str, object], fields).items() if key not in unknown}
+            return _parse(owner, known, prefix, model, problems)
+    return None
 
 
 def _problems(
@@ -805,7 +808,8 @@ def _problems(
         elif kind == "extra_forbidden":
             yield Problem(path, value, "is not a key", _suggest(path, model))
         elif kind == "model_type" or kind == "dict_type":
-            yield Problem(path, value, "must be a mapping of keys to values", "leave it out to take its defaults")
+            hint = "" if detail["loc"] else "leave the section out to take its defaults"
+            yield Problem(path, value, "must be a mapping of keys to values", hint)
         elif kind in ("int_type", "float_type", "int_from_float"):
             rule = "must be a number" if kind == "float_type" else "must be a whole number"
             yield Problem(path, value, rule, "write it without quotes" if _is_number(value) else "")
@@ -816,9 +820,10 @@ def _problems(
         else:
             message = detail["msg"].removeprefix("Value error, ")
             rule = re.sub(r"^(Input|String|Value|Tuple|Dictionary) should ", "must ", message)
-            rule = rule.replace("a valid tuple", "a list").replace("valid ", "")
+            for theirs, ours in (("a valid tuple", "a list"), ("a valid boolean", "true or false"), ("None", "null")):
+                rule = rule.replace(theirs, ours)
             quote = kind == "string_type" and isinstance(value, int | float)
-            yield Problem(path, value, rule, "quote it" if quote else "")
+            yield Problem(path, value, rule.replace("valid ", ""), "quote it" if quote else "")
 
 
 def _is_number(value: object) -> bool:
@@ -857,32 +862,25 @@ def _read_model(value: object, problems: list[Problem]) -> tuple[ModelSection | 
     fields = dict(cast(dict[str, object], value))
     architecture = fields.pop("architecture", ABSENT)
     if not isinstance(architecture, str) or not architecture:
-        rule = (
-            "must name a folder of pithtrain/models"
-            if architecture != ABSENT
-            else "missing (a folder of pithtrain/models)"
-        )
-        problems.append(Problem("model.architecture", architecture, rule))
+        rule = "missing" if architecture == ABSENT else "must be a string"
+        problems.append(Problem("model.architecture", architecture, rule, "it names a folder of pithtrain/models"))
         return None, None
     if "/" in architecture:
         architecture = str(_absolute(architecture))
-    if "config_file" in fields:
-        fields = {**_read_config_file(fields.pop("config_file"), problems), **fields}  # what stands in the spec wins
     try:
         config_class = cast(type[BaseModel], load_config(architecture))
         ignored = load_ignored(architecture)
     except SpecError as error:
         problems.extend(error.problems)
         return None, None
-    try:
-        config = config_class.model_validate({key: item for key, item in fields.items() if key not in ignored})
-    except ValidationError as error:
-        problems.extend(_problems(error, "model", config_class, config_class))
-    except SpecError as error:
-        problems.extend(Problem(f"model.{p.path}", p.value, p.rule, p.hint) for p in error.problems)
-    else:
-        return ModelSection(architecture=architecture, config=cast(ModelConfig, config)), config_class
-    return None, config_class
+    if "config_file" in fields:  # what stands in the spec wins over the file
+        from_file = _read_config_file(fields.pop("config_file"), problems)
+        fields = {**cast(type[ModelConfig], config_class).canonical(from_file), **fields}
+    known = {key: item for key, item in fields.items() if key not in ignored}
+    config = _parse(config_class, known, "model", config_class, problems)
+    if config is None:
+        return None, config_class
+    return ModelSection(architecture=architecture, config=cast(ModelConfig, config)), config_class
 
 
 def from_dict(fields: Mapping[str, object], source: str = "spec") -> RunSpec:
@@ -890,21 +888,16 @@ def from_dict(fields: Mapping[str, object], source: str = "spec") -> RunSpec:
     problems: list[Problem] = []
     model, model_class = _read_model(fields.get("model", {}), problems)
     parts: dict[str, Any] = {"model": model} if model is not None else {}
-    sections = {
-        name: info.annotation for name, info in RunSpec.model_fields.items() if name not in RunHead.model_fields
-    }
-    head = {name: value for name, value in fields.items() if name not in sections}
-    try:
-        parts.update(dict(RunHead.model_validate(head)))
-    except ValidationError as error:
-        problems.extend(_problems(error, "", RunHead, model_class))
-    for name, section in sections.items():
+    sections = {name: info for name, info in RunSpec.model_fields.items() if name not in RunHead.model_fields}
+    head = _parse(
+        RunHead, {key: item for key, item in fields.items() if key not in sections}, "", model_class, problems
+    )
+    parts.update(dict(head) if head is not None else {})
+    for name, info in sections.items():
         if name != "model":
-            owner = cast(type[BaseModel], section)
-            try:
-                parts[name] = owner.model_validate(fields.get(name, {}))
-            except ValidationError as error:
-                problems.extend(_problems(error, name, owner, model_class))
+            owner = cast(type[BaseModel], info.annotation)
+            part = _parse(owner, fields.get(name, {}), name, model_class, problems)
+            parts.update({name: part} if part is not None else {})
     spec = RunSpec.model_construct(None, **parts)
     for needed, check in CHECKS:
         if all(name in parts for name in needed):
@@ -933,10 +926,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         raise SpecError([Problem("", ABSENT, "must hold a mapping of sections")], str(path))
     fields = cast(dict[str, object], fields)
     given = [override.partition("=")[0].strip() for override in overrides]
-    for override, key in zip(overrides, given, strict=True):
+    for override in overrides:
         _set(fields, override, problems)
-        if given.count(key) > 1:
-            problems.append(Problem(key, ABSENT, "given twice by --set"))
+    twice = sorted({key for key in given if given.count(key) > 1})
+    problems.extend(Problem(key, ABSENT, "given twice by --set") for key in twice)
     if problems:
         raise SpecError(problems, str(path))
     return from_dict(fields, str(path))

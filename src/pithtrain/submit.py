@@ -234,12 +234,12 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     deadline = math.inf
     try:
-        while any(task.poll() is None for task in tasks) and asked < 2 and time.monotonic() < deadline:
-            ended = [task.returncode for task in tasks if task.returncode is not None]
+        while None in (codes := [task.poll() for task in tasks]) and asked < 2 and time.monotonic() < deadline:
+            ended = [code for code in codes if code is not None]
             if ended:
                 deadline = min(deadline, time.monotonic() + (END_GRACE_S if any(ended) else LAST_GRACE_S))
             time.sleep(0.1)
-        return [1 if task.poll() is None else task.returncode for task in tasks]
+        return [1 if code is None else code for code in codes]
     finally:
         for task in tasks:
             if task.poll() is None:
@@ -269,18 +269,28 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
 
 
 def failure(run: RunDir, attempt: int, exit_codes: Sequence[int] = ()) -> PithtrainError:
-    """The first cause of a failed attempt as an error with the exit code of that cause."""
-    killed = [(rank, -code) for rank, code in enumerate(exit_codes) if code < 0]
+    """The first cause of a failed attempt as an error with the exit code of that cause.
+
+    Where every error is another rank's lost connection, the cause is a rank that wrote none: it was killed.
+    """
     first = rundir.first_error(run, attempt)
-    if first is not None and not (first["secondary"] and killed):
+    if first is not None and not first["secondary"]:
         error = RunFailed(f"{worker.describe_error(first)}\n  log:    {run.log(attempt, first['rank'])}")
         error.exit_code = first["exit_code"]
         return error
-    if killed:
-        rank, number = killed[0]
-        name = signal.Signals(number).name
-        why = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
-        return RunFailed(f"rank {rank} was killed by {name}{why}\n  log:    {run.log(attempt, rank)}")
+    for rank, code in enumerate(exit_codes):
+        if code < 0:
+            name = signal.Signals(-code).name
+            why = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
+            return RunFailed(f"rank {rank} was killed by {name}{why}\n  log:    {run.log(attempt, rank)}")
+    if first is not None:
+        ranks = range(len(list(run.logs(attempt).glob("rank-*.log"))))
+        silent = [rank for rank in ranks if not run.error(attempt, rank).exists()]
+        if silent:
+            who, rank = f"rank {silent[0]} was killed: the others lost their connection to it", silent[0]
+        else:
+            who, rank = worker.describe_error(first), first["rank"]
+        return RunFailed(f"{who}\n  log:    {run.log(attempt, rank)}")
     return RunFailed(f"attempt {attempt} ended without a word\n  logs:   {run.logs(attempt)}, {run.slurm}")
 
 

@@ -89,6 +89,7 @@ def _run(
     dataset = None
     if world.pp == 0:  # has the embedding and the loss: no other rank needs a token
         dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
+        dataset.require(training.max_steps * training.global_batch_size)
     engine = build(spec, world)
     about: dict[str, Any] = {"model": spec.model.model_dump(mode="json")}
     if dataset is not None:

@@ -239,7 +239,7 @@ def _begin(run: RunDir, attempt: int, here: Seat) -> None:
         run,
         attempt,
         launcher=here.launcher,
-        job_id=os.environ.get("SLURM_JOB_ID") if here.launcher == "slurm" else os.environ.get("SUBMITIT_LOCAL_JOB_ID"),
+        job_id=os.environ["SLURM_JOB_ID"] if here.launcher == "slurm" else (rundir.last_job(run) or {}).get("job_id"),
         host=socket.gethostname(),
         pid=os.getpid(),
         nodes=os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
@@ -366,30 +366,29 @@ class Watcher:
     def _leave(self) -> None:
         with contextlib.suppress(Exception):
             first = rundir.first_error(self.run, self.attempt)
-            print(f"leaving because of {describe_error(first) if first else 'another rank'}", file=sys.stderr)
-            faulthandler.dump_traceback(sys.stderr.fileno(), all_threads=True)
+            # to the descriptor, which is the log: on the console the cause is said once
+            os.write(2, f"leaving because of {describe_error(first) if first else 'another rank'}\n".encode())
+            faulthandler.dump_traceback(2, all_threads=True)
             if self.rank == 0:
                 _end_attempt(self.run, self.attempt, "failed", 1)
         os._exit(1)
 
 
 class Tee(io.TextIOBase):
-    """Text to the log and, as long as it can be written to, to the console."""
+    """Text to the log and, as long as it can be written to, to the console's file descriptor."""
 
-    def __init__(self, log: TextIO, console: TextIO) -> None:
+    def __init__(self, log: TextIO, console: int) -> None:
         self.log, self.console = log, console
 
     def write(self, text: str, /) -> int:
         self.log.write(text)
-        # a closed pipe or a gone terminal is no reason to end a run
-        with contextlib.suppress(OSError, ValueError):
-            self.console.write(text)
+        # a closed pipe or a gone terminal is no reason to end a run, so nothing is kept back in a buffer for it
+        with contextlib.suppress(OSError):
+            os.write(self.console, text.encode(errors="replace"))
         return len(text)
 
     def flush(self) -> None:
         self.log.flush()
-        with contextlib.suppress(OSError, ValueError):
-            self.console.flush()
 
     def fileno(self) -> int:
         return self.log.fileno()
@@ -408,12 +407,11 @@ def redirected(path: Path, copy: bool) -> Generator[tuple[TextIO, TextIO], None,
     kept = os.dup(1), os.dup(2)
     with (
         path.open("a", buffering=1, encoding="utf-8", errors="replace") as log,
-        os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace") as screen,
         os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace") as console,
     ):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        output = Tee(log, screen) if copy else log
+        output = Tee(log, kept[0]) if copy else log
         sys.stdout = sys.stderr = output  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield log, console

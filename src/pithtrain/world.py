@@ -122,20 +122,22 @@ def connect(place: Place, mesh: Mesh, device_type: str, init_timeout_s: int, tim
     Raises CapacityError when this process has no device of its own.
     """
     device = _device(place, device_type)
-    if mesh.size == 1:
-        yield _world(place, mesh, device, lambda ranks, backend: None)
+    if mesh.size == 1:  # torch's checkpoint wants a process group even then; this one has no network and no peer
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield _world(place, mesh, device, datetime.timedelta(seconds=timeout_s))
+        finally:
+            dist.destroy_process_group()
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=place.init_method,
         rank=place.rank,
         world_size=place.world_size,
         timeout=datetime.timedelta(seconds=init_timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    timeout = datetime.timedelta(seconds=timeout_s)
-    yield _world(place, mesh, device, lambda ranks, name: dist.new_group(ranks, timeout=timeout, backend=name))
+    yield _world(place, mesh, device, datetime.timedelta(seconds=timeout_s))
     dist.destroy_process_group()  # not after an exception: a peer may be gone, and the process is about to end
 
 
@@ -153,7 +155,7 @@ def _device(place: Place, device_type: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _world(place: Place, mesh: Mesh, device: torch.device, create: Callable[[list[int], str], Group]) -> World:
+def _world(place: Place, mesh: Mesh, device: torch.device, timeout: datetime.timedelta) -> World:
     pp, dp, cp, ep = mesh.coords(place.rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
 
@@ -162,7 +164,9 @@ def _world(place: Place, mesh: Mesh, device: torch.device, create: Callable[[lis
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.size):
             members.setdefault(key(rank), []).append(rank)
-        created = {k: create(ranks, backend) for k, ranks in members.items() if len(ranks) > 1}
+        created = {
+            k: dist.new_group(ranks, timeout=timeout, backend=backend) for k, ranks in members.items() if len(ranks) > 1
+        }
         return created.get(key(place.rank))
 
     def stage_and_ep(rank: int) -> tuple[int, ...]:

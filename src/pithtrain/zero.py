@@ -107,6 +107,7 @@ class Bucket:
         names = ", ".join(member.info.name for member in self._members[:3])
         assert self._left == 0, f"{self._left} weight gradients of the bucket of {names} ... are missing"
         _wait(self._works)
+        self._works = []  # gloo would deliver the sum once more at a second wait
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Zero:
             groups.setdefault(_bucket_key(one.info), []).append(one)
         self._buckets = [(Bucket(members), members) for members in groups.values()]
         self._publishing: list[dist.Work | None] = []
+        self._updates = torch.zeros((), dtype=torch.float32, device=world.device)
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -186,16 +188,18 @@ class Zero:
                 eps=adam.eps,
                 maximize=False,
             )
+        self._updates += 1 - skipped
         self.publish()
         return skipped
 
     @property
     def updates(self) -> int:
         """Updates made: steps less the skipped ones. Reads the device."""
-        return int(next(iter(self.sharded.values())).step.item())
+        return int(self._updates.item())
 
     def loaded(self, updates: int) -> None:
         """Masters and moments have been written: set the counters and make the weights follow, before anything else."""
+        self._updates.fill_(updates)
         for one in self.sharded.values():
             one.step.fill_(updates)
         self.publish()

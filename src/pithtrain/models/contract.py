@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from pithtrain.errors import Problem, SpecError
+from pithtrain.errors import Problem, SpecError, show
 
 if TYPE_CHECKING:  # this page is read where there is no torch
     from pithtrain.ops.experts import Experts
@@ -78,6 +78,11 @@ class ModelConfig(Protocol):
     def rms_norm_eps(self) -> float: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
+
+    @classmethod
+    def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
+        """HF fields under the names that this class has, whatever version of the format wrote them."""
+        ...
 
     def is_moe(self, layer: int) -> bool:
         """Whether this layer (from 0) has routed experts."""
@@ -137,12 +142,12 @@ Positive = Annotated[Integer, Field(gt=0)]
 """A whole number from 1."""
 
 
-def only(allowed: object) -> AfterValidator:
+def only(allowed: object, why: str = "nothing else is built for this model") -> AfterValidator:
     """Refuses any value of a field but one: for HF fields that exist and of which we build one case."""
 
     def check(value: object) -> object:
         if value != allowed:
-            raise ValueError(f"must be {allowed!r}: nothing else is built for this model")
+            raise ValueError(f"must be {show(allowed)}: {why}")
         return value
 
     return AfterValidator(check)

@@ -200,7 +200,8 @@ class Exchange:
     def received(self) -> Received:
         rows, records = self._land()
         per_row = self._rows.local_Uq.shape[1]
-        local, weights = records[:, :per_row], records[:, per_row:].contiguous()
+        # a copy, not `contiguous`: one row's slice counts as contiguous and cannot be viewed as 8-byte floats
+        local, weights = records[:, :per_row], records[:, per_row:].clone(memory_format=torch.contiguous_format)
         return Received(rows, local.to(torch.int64), weights.view(self._weight_dtype), self._num_slots)
 
     def launch_combine(self, out_UH: Tensor) -> None:

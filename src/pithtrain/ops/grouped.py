@@ -1,7 +1,7 @@
 """Grouped GEMMs: one matrix per expert, rows of an expert in one block.
 
 `ends_E` holds int32 end offsets. Any group size is legal, zero included; exactly R rows are allocated, so nothing
-behind the last group is ever read. CUDA uses `F.grouped_mm`; the CPU twin is a loop over experts.
+behind the last group is ever read. bf16 on CUDA uses `F.grouped_mm`; the twin is a loop over experts.
 
 Legend: R rows in expert order, E local experts, N output width, K input width.
 """
@@ -26,7 +26,7 @@ def grouped_linear_dx(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
-    if x.is_cuda and x.shape[0]:
+    if x.shape[0] and _has_kernel(x):
         return F.grouped_mm(x, matrices, offs=ends_E)
     out = x.new_empty(x.shape[0], matrices.shape[2])
     if not x.shape[0]:
@@ -40,13 +40,17 @@ def add_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_
     """main_grad[e] += dy_e^T x_e; experts without rows are left as they are."""
     if not dy_RN.shape[0]:
         return
-    if dy_RN.is_cuda:
+    if _has_kernel(x_RK):
         main_ENK.add_(F.grouped_mm(dy_RN.t(), x_RK, offs=ends_E))
         return
     for e, (start, end) in enumerate(_blocks(ends_E)):
         add_weight_grad(main_ENK[e], dy_RN[start:end], x_RK[start:end])
 
 
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 def _blocks(ends_E: Tensor) -> list[tuple[int, int]]:
-    ends = [0, *ends_E.tolist()]  # host read, of a CPU tensor
+    ends = [0, *ends_E.tolist()]  # host read: the twin is for the CPU and for proofs
     return list(itertools.pairwise(ends))

@@ -7,6 +7,7 @@ pointwise passes over int64, in blocks of 4 M elements; 4 billion parameters tak
 
 import hashlib
 import math
+import struct
 
 import torch
 from torch import Tensor
@@ -17,20 +18,20 @@ _MASK = 0xFFFFFFFF
 
 def normal_(out: Tensor, seed: int, name: str, offset: int, std: float) -> None:
     """Fill `out` (contiguous) with the elements [offset, offset + numel) of the normal(0, std) stream of `name`."""
-    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+    keys = struct.unpack("<4I", hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16])
     flat = out.view(-1)
     for start in range(0, flat.numel(), BLOCK):
         block = flat[start : start + BLOCK]
         index = torch.arange(block.numel(), device=out.device) + (offset + start)
-        radius = torch.sqrt(-2 * torch.log(_uniform(index, key & _MASK)))
-        angle = 2 * math.pi * _uniform(index, key >> 32)
+        radius = torch.sqrt(-2 * torch.log(_uniform(index, *keys[:2])))
+        angle = 2 * math.pi * _uniform(index, *keys[2:])
         block.copy_(std * radius * torch.cos(angle))
 
 
-def _uniform(index: Tensor, key: int) -> Tensor:
-    """float64 in (0, 1), a hash of a non-negative int64 index."""
-    low = _mix((index & _MASK) ^ key)
-    return (_mix(low ^ _mix(((index >> 32) + key) & _MASK)).to(torch.float64) + 0.5) / 2**32
+def _uniform(index: Tensor, low_key: int, high_key: int) -> Tensor:
+    """float64 in (0, 1), a hash of a non-negative int64 index. One key for both halves would cancel at index 0."""
+    low, high = _mix((index & _MASK) ^ low_key), _mix(((index >> 32) + high_key) & _MASK)
+    return (_mix(low ^ high).to(torch.float64) + 0.5) / 2**32
 
 
 def _mix(x: Tensor) -> Tensor:

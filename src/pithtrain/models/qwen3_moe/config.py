@@ -65,14 +65,11 @@ class Config(Strict):
         default=False, description="no window is built for this model"
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _read_other_spellings(cls, fields: Any) -> Any:
-        """Moves the spellings of other versions of the format to ours; when both stand there, the other one is left
-        and refused as unknown."""
-        if not isinstance(fields, dict):
-            return fields
-        fields = dict(cast(dict[str, Any], fields))
+    def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
+        """The spellings of other versions of the format moved to ours; where both stand, the other is left (and then
+        refused as unknown)."""
+        fields = dict(fields)
         if "rope_theta" in fields and "rope_parameters" not in fields:
             fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
         if "num_local_experts" in fields and "num_experts" not in fields:
@@ -80,6 +77,11 @@ class Config(Strict):
         if fields.get("mlp_only_layers", ()) is None:
             fields["mlp_only_layers"] = ()
         return fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_spellings(cls, fields: Any) -> Any:
+        return cls.canonical(cast(dict[str, object], fields)) if isinstance(fields, dict) else fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:

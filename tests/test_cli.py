@@ -1,0 +1,192 @@
+"""The commands as a person or a program meets them: text, exit codes, speed."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
+from pithtrain import rundir, submit
+from pithtrain.cli import app
+from pithtrain.rundir import RunDir
+from pithtrain.spec import load
+
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+
+
+def pithtrain(*arguments: object, cwd: Path, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "pithtrain.cli", *map(str, arguments)],
+        cwd=cwd,
+        env=submit.clean_environment(os.environ) | env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_that_it_takes(command: str, tmp_path: Path) -> None:
+    done = pithtrain(command, "--help", cwd=tmp_path, COLUMNS="200")
+    assert done.returncode == 0
+    assert re.search(rf"Example:\s+pithtrain {command}\b", done.stdout), done.stdout
+
+
+def test_help_and_validate_answer_within_a_second(tmp_path: Path) -> None:
+    """Processor seconds of whole processes, best of three: what the wall shows where no other process competes."""
+    config = spec_file(tmp_path)
+    for arguments in (["--help"], ["validate", config], ["plan", config]):
+        seconds: list[float] = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            assert pithtrain(*arguments, cwd=tmp_path).returncode == 0
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert min(seconds) < 1.0, (arguments, seconds)
+
+
+def test_validate_prints_the_resolved_spec(tmp_path: Path) -> None:
+    config = spec_file(tmp_path)
+    done = pithtrain("validate", config, "--set", "optimizer.lr=3e-4", cwd=tmp_path)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(done.stdout)
+    assert load(resolved) == load(config, ["optimizer.lr=3e-4"])
+
+
+def test_a_wrong_spec_is_said_on_stderr_with_code_2(tmp_path: Path) -> None:
+    config = spec_file(tmp_path)
+    for command in ("validate", "plan", "submit", "train"):
+        done = pithtrain(command, config, "--set", "optimizer.lrr=1", cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert "optimizer.lrr" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plan_prints_one_json_object(tmp_path: Path) -> None:
+    done = pithtrain("plan", spec_file(tmp_path), "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["ranks"] == 2
+
+
+def test_dry_run_prints_spec_and_script_and_touches_nothing(tmp_path: Path) -> None:
+    config = spec_file(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    done = pithtrain("submit", config, "--dry-run", "--name", "other", cwd=tmp_path)
+    assert done.returncode == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    spec = load(config, ["name=other"])
+    script = submit.render(spec, RunDir(tmp_path / "runs" / "other"))
+    assert done.stdout.startswith(spec.to_yaml())
+    assert done.stdout.endswith(script)
+
+
+def test_an_existing_run_is_refused(tmp_path: Path) -> None:
+    make_run(tmp_path, FINISHES)
+    for command in ("train", "submit"):
+        done = pithtrain(command, tmp_path / "fake.yaml", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "exists" in done.stderr
+        assert "pithtrain resume" in done.stderr
+
+
+def test_train_fails_with_one_readable_cause(tmp_path: Path) -> None:
+    """The real engine on a corpus that is not there: cause on screen and in the run directory, nothing left behind."""
+    began = time.monotonic()
+    done = pithtrain("train", spec_file(tmp_path), "--run-dir", "here", cwd=tmp_path)
+    assert time.monotonic() - began < 30
+    assert done.returncode == 2
+    assert done.stderr.count("there is no corpus here") == 1
+    assert "Traceback" not in done.stderr
+    first = rundir.first_error(RunDir(tmp_path / "here"), 1)
+    assert first is not None
+    assert "there is no corpus here" in first["message"]
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_resume_runs_in_the_foreground_what_train_made(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    rundir.add_job(run, {"job_id": "1", "launcher": "train", "attempt": 1, "host": "elsewhere", "time": 0})
+    rundir.record_attempt(run, 1, end=1.0, ended="stopped")
+    run.logs(1).mkdir(parents=True)
+    # resume takes a new snapshot where the code has changed: here the fake engine counts as the old one
+    done = pithtrain("resume", "fake", "--set", "training.max_steps=6", cwd=tmp_path)
+    assert "changed: training.max_steps: 4 -> 6" in done.stdout
+    assert "changed: code/pithtrain/train.py" in done.stdout
+    assert done.returncode == 2
+    assert "there is no corpus here" in done.stderr  # the installed engine ran
+    assert load(run.spec_yaml).training.max_steps == 6
+    assert (run.path / "code-before-1" / "pithtrain" / "train.py").exists()
+    assert load(run.attempt_spec(2)).training.max_steps == 6
+
+
+def test_a_finished_run_is_not_resumed_unless_it_gets_more_steps(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, FINISHES)
+    submit.foreground(run, spec)
+    done = pithtrain("resume", "fake", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is done at step 4 = training.max_steps" in done.stderr
+    assert "--set training.max_steps=8" in done.stderr
+
+
+def test_status_logs_cancel_and_resume_of_a_live_run(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, WAITS_FOR_STOP)
+    submit.submit(run, spec, "local")
+    wait_for(lambda: is_waiting(run, [0, 1]))
+
+    (row,) = json.loads(pithtrain("status", "--json", cwd=tmp_path).stdout)
+    assert (row["name"], row["word"], row["step"], row["max_steps"], row["attempt"]) == ("fake", "running", 1, 4, 1)
+    table = pithtrain("status", cwd=tmp_path).stdout.splitlines()
+    assert len(table) == 2
+    assert re.match(r"fake\s+running\s+1\s+1/4\s+7\.0000\s+1\s+local \d+", table[1])
+
+    refused = pithtrain("resume", run.path, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "fake is running" in refused.stderr
+
+    assert pithtrain("logs", "fake", "--rank", 1, cwd=tmp_path).stdout == run.log(1, 1).read_text()
+    missing = pithtrain("logs", "fake", "--rank", 7, cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "logs/attempt-1/rank-1.log" in missing.stderr
+
+    assert "saves at its next step" in pithtrain("cancel", "fake", cwd=tmp_path).stdout
+    wait_for(lambda: "stopped" in pithtrain("status", "fake", cwd=tmp_path).stdout)
+
+
+def test_status_of_nothing_and_of_an_unknown_run(tmp_path: Path) -> None:
+    nothing = pithtrain("status", cwd=tmp_path)
+    assert (nothing.returncode, nothing.stdout) == (0, "no runs in runs\n")
+    make_run(tmp_path, FINISHES)
+    unknown = pithtrain("status", "fale", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "nearest: fake" in unknown.stderr
+    assert "not started" in pithtrain("status", cwd=tmp_path).stdout
+
+
+def test_status_of_a_failed_run_names_the_cause(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "def run(*a):\n    raise DataError('the shard is torn')\n", ranks=1)
+    done = subprocess.run(
+        [sys.executable, "-c", f"from pithtrain import submit, rundir; from pithtrain.spec import load; "
+         f"from pathlib import Path; run = rundir.RunDir(Path({str(run.path)!r})); "
+         "submit.foreground(run, load(run.spec_yaml))"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    text = pithtrain("status", "fake", cwd=tmp_path).stdout
+    assert "failed" in text
+    assert "rank 0: the shard is torn" in text
+
+
+def test_a_call_that_is_wrong_ends_with_code_2(tmp_path: Path) -> None:
+    for arguments in (["trian"], ["train"], ["train", "missing.yaml"], ["status", "--bogus"]):
+        done = pithtrain(*arguments, cwd=tmp_path)
+        assert done.returncode == 2, arguments
+        assert "Traceback" not in done.stderr

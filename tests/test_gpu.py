@@ -1,0 +1,84 @@
+"""On a GPU: the engine in bf16 against itself in fp32 on the CPU, and several GPUs against one. Skipped without CUDA."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, steps_job
+
+from pithtrain.build import build
+from pithtrain.train import train_step
+from pithtrain.world import Place, connect
+
+pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+# widths that grouped_mm accepts: strides of 16 bytes
+MODEL = {"vocab_size": 512, "hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 128}
+TRAINING = {"sequence_length": 128, "global_batch_size": 8}
+
+
+def on(device: str, dtype: str, **sections: Any) -> dict[str, Any]:
+    training = {**TRAINING, "device": device, "compute_dtype": dtype}
+    return {"model": MODEL, "training": training, **sections}
+
+
+def alone(changes: dict[str, Any], steps: int = 3) -> Ran:
+    return gather_ran([steps_job(Place(0, 1, 0, "", 1), make_spec(**changes).model_dump(mode="json"), steps)])
+
+
+@needs_gpu
+def test_fp32_on_the_gpu_equals_the_cpu() -> None:
+    """The same engine; only the order inside matmuls and reductions differs."""
+    want, got = alone(on("cpu", "float32")), alone(on("cuda", "float32"))
+    np.testing.assert_array_equal(got.counts[0], want.counts[0])
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-4)
+    for name, grad in want.first_grads.items():
+        # Box-Muller's logarithm and cosine round differently: the two start an ulp apart
+        assert distance(got.first_grads[name], grad) < 1e-3, name
+
+
+@needs_gpu
+def test_bf16_on_the_gpu_follows_fp32() -> None:
+    want, got = alone(on("cuda", "float32")), alone(on("cuda", "bfloat16"))
+    np.testing.assert_allclose(got.losses, want.losses, rtol=2e-3)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=5e-2)
+    # near ties choose another expert in bf16, and that moves a router's gradient most
+    far = {name: distance(got.first_grads[name], grad) for name, grad in want.first_grads.items()}
+    assert max(far.values()) < 0.4, far
+
+
+@needs_gpu
+def test_step_leaves_no_memory_behind() -> None:
+    spec = make_spec(model=MODEL, training={**TRAINING, "device": "cuda"})
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cuda", 60, 60) as world:
+        engine = build(spec, world)
+        batches = batches_of(spec, engine, 0)
+        allocated = []
+        for _ in range(6):
+            train_step(engine, spec, batches, 1e-3)
+            torch.cuda.synchronize()
+            gc.collect()
+            allocated.append(torch.cuda.memory_allocated())
+    assert allocated[-1] == allocated[-2] == allocated[-3], allocated
+
+
+MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+
+
+@needs_two
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "pp{}dp{}ep{}".format(*mesh))
+@pytest.mark.parametrize("dispatch", ["dedup", "plain"])
+def test_two_gpus_equal_one(pool: Pool, mesh: tuple[int, int, int], dispatch: str) -> None:
+    """Over NCCL in fp32, with the bounds of the CPU tests."""
+    changes = on("cuda", "float32", moe={"dispatch": dispatch})
+    want = run_mesh(pool, make_spec(**changes), 3)
+    got = run_mesh(pool, make_spec(*mesh, **changes), 3)
+    np.testing.assert_array_equal(got.counts, want.counts)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
+    for name, grad in want.first_grads.items():
+        assert distance(got.first_grads[name], grad) < 1e-5, name

@@ -1,0 +1,278 @@
+"""The plan: where layers go, how much they cost, what a rank holds. ENGINE section 11's tables are the oracle."""
+
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pithtrain.models.contract import ModelConfig
+from pithtrain.models.qwen3_moe.config import TINY, Config, RopeParameters
+from pithtrain.plan import SLACK, Plan, partition, plan
+from pithtrain.spec import RunSpec, load
+
+TINY_YAML = Path(__file__).parent.parent / "configs/tiny.yaml"
+
+QWEN3_30B = Config(
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    rms_norm_eps=1e-6,
+    rope_parameters=RopeParameters(rope_type="default", rope_theta=1e6),
+    tie_word_embeddings=False,
+    initializer_range=0.02,
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A model of which only the times matter."""
+
+    layers: tuple[float, ...]
+    head: float
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    def layer_flops(self, layer: int, sequence_length: int) -> float:
+        return self.layers[layer]
+
+    def head_flops(self) -> float:
+        return self.head
+
+
+def cut(layers: tuple[float, ...], head: float, pp: int) -> tuple[tuple[int, ...], ...]:
+    return partition(cast(ModelConfig, Costs(layers, head)), pp, 1)
+
+
+def pairs(stages: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
+    """(layers in front, layers behind) of each pipeline rank."""
+    return [(len(stages[rank]), len(stages[-1 - rank])) for rank in range(len(stages) // 2)]
+
+
+def times(stages: tuple[tuple[int, ...], ...], layers: tuple[float, ...], head: float) -> list[tuple[float, float]]:
+    """Time of each pipeline rank's two stages."""
+    cost = [sum(layers[layer] for layer in stage) for stage in stages]
+    cost[-1] += head
+    return [(cost[rank], cost[-1 - rank]) for rank in range(len(stages) // 2)]
+
+
+def tiny(*overrides: str) -> RunSpec:
+    return load(TINY_YAML, overrides)
+
+
+# -------------------------------------------------------------------------------------------------------- partition
+
+
+@pytest.mark.parametrize(
+    ("pp", "expected", "over_mean"),
+    [
+        (2, [(13, 9), (13, 13)], 1.00),
+        (4, [(7, 2), *[(6, 7)] * 3], 1.01),
+        (8, [(2, 0), *[(3, 3)] * 3, *[(3, 4)] * 4], 1.07),
+    ],
+)
+def test_partition_of_qwen3_30b(pp: int, expected: list[tuple[int, int]], over_mean: float) -> None:
+    """The table of ENGINE section 11."""
+    stages = partition(QWEN3_30B, pp, 4096)
+    assert pairs(stages) == expected
+    costs = tuple(QWEN3_30B.layer_flops(layer, 4096) for layer in range(48))
+    ranks = [a + b for a, b in times(stages, costs, QWEN3_30B.head_flops())]
+    assert max(ranks) * pp / sum(ranks) == pytest.approx(over_mean, abs=0.005)
+
+
+def test_partition_of_two_kinds_of_layers() -> None:
+    """GPT-OSS-20B: full and windowed attention alternate; the table of ENGINE section 11."""
+    linear = 6 * 2880 * (4096 + 1024 + 4096 + 32 + 4 * 3 * 2880)
+    window = (128 * 129 / 2 + (4096 - 128) * 128) / 4096
+    layers = tuple(linear + 6 * 64 * 128 * (4097 / 2 if layer % 2 else window) for layer in range(24))
+    head = 6.0 * 2880 * 201088
+    assert pairs(cut(layers, head, 2)) == [(7, 3), (7, 7)]
+    for pp, over_mean in ((2, 1.01), (4, 1.02), (8, 1.21)):
+        ranks = [a + b for a, b in times(cut(layers, head, pp), layers, head)]
+        assert max(ranks) * pp / sum(ranks) == pytest.approx(over_mean, abs=0.005)
+
+
+def test_partition_against_all_cuts() -> None:
+    """The slowest rank is within SLACK of the fastest possible, and no such cut has a smaller sum of squares."""
+
+    def score(cost: list[tuple[float, float]]) -> float:
+        return sum((a - b) ** 2 + (a + b) ** 2 / 4 for a, b in cost)
+
+    cases = [((1.0,) * 7, 4.2), ((1.0, 3.0, 1.0, 1.0, 2.0, 5.0), 0.5), ((2.0, 1.0) * 4, 0.0), ((1.0,) * 3, 9.0)]
+    for (layers, head), pp in itertools.product(cases, (1, 2, 3)):
+        found = times(cut(layers, head, pp), layers, head)
+        every: list[list[tuple[float, float]]] = []
+        for marks in itertools.combinations_with_replacement(range(len(layers) + 1), 2 * pp - 1):
+            ends = (0, *marks, len(layers))
+            stages = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
+            every.append(times(stages, layers, head))
+        fastest = min(max(a + b for a, b in cost) for cost in every)
+        assert max(a + b for a, b in found) <= fastest * SLACK * (1 + 1e-9)
+        good = [cost for cost in every if max(a + b for a, b in cost) <= fastest * SLACK]
+        assert score(found) == pytest.approx(min(map(score, good)))
+
+
+def test_case_094() -> None:
+    """Counts that the stages do not divide: every layer exactly once, in order; the same parameters as on one rank."""
+    for layers, pp in itertools.product((1, 2, 3, 5, 7, 9, 30), (1, 2, 3, 4)):
+        config = TINY.model_copy(update={"num_hidden_layers": layers})
+        stages = partition(config, pp, 64)
+        assert len(stages) == 2 * pp
+        assert [layer for stage in stages for layer in stage] == list(range(layers))
+    one = plan(tiny("parallelism.pipeline_parallel_size=1", "parallelism.expert_parallel_size=1"))
+    for layers in (3, 5, 7, 9):
+        count = f"model.num_hidden_layers={layers}"
+        two = plan(tiny(count, "parallelism.expert_parallel_size=1"))
+        flat = plan(tiny(count, "parallelism.pipeline_parallel_size=1", "parallelism.expert_parallel_size=1"))
+        assert sum(two.rank_parameters) == two.parameters == flat.rank_parameters[0] == flat.parameters
+        assert two.parameters != one.parameters
+
+
+def test_every_rank_works_where_the_head_alone_sets_the_pace() -> None:
+    """A head of four layers' cost on four ranks of eight layers: no rank is left without any."""
+    assert pairs(cut((1.0,) * 8, 4.0, 4)) == [(0, 0), (1, 1), (1, 1), (2, 2)]
+
+
+def test_partition_is_fast() -> None:
+    """Well under a second for the largest shapes in use."""
+    start = time.perf_counter()
+    partition(QWEN3_30B, 8, 4096)
+    partition(QWEN3_30B.model_copy(update={"num_hidden_layers": 94}), 16, 4096)
+    assert time.perf_counter() - start < 3  # 0.4 s on an idle core
+
+
+# ------------------------------------------------------------------------------------------------ parameters, FLOPs
+
+
+def test_numbers_of_qwen3_30b() -> None:
+    """The table of ENGINE section 11: parameters, those active in matrix products, FLOPs per token."""
+    total = sum(parameter.size for parameter in QWEN3_30B.parameters())
+    assert total / 1e9 == pytest.approx(30.53, abs=0.005)
+    assert QWEN3_30B.active_parameters() / 1e9 == pytest.approx(3.042, abs=0.0005)
+    for length, flops in ((2048, 20.667), (4096, 23.083), (8192, 27.915)):
+        assert QWEN3_30B.flops_per_token(length) / 1e9 == pytest.approx(flops, abs=0.0005)
+    head = QWEN3_30B.head_flops()
+    linear = (6 * QWEN3_30B.active_parameters() - head) / 48
+    assert head / linear == pytest.approx(5.5, abs=0.05)
+    assert head / QWEN3_30B.layer_flops(0, 4096) == pytest.approx(4.2, abs=0.05)
+
+
+def test_case_152() -> None:
+    """FLOPs per token: linear in the experts visited, and of the experts there are only the router's row counts."""
+    few = QWEN3_30B.model_copy(update={"num_experts": 64})
+    assert QWEN3_30B.flops_per_token(4096) - few.flops_per_token(4096) == pytest.approx(48 * 6 * 64 * 2048)
+    one, two, three = (
+        QWEN3_30B.model_copy(update={"num_experts_per_tok": k}).flops_per_token(4096) for k in (1, 2, 3)
+    )  # fmt: skip
+    assert two - one == pytest.approx(three - two) == pytest.approx(48 * 6 * 3 * 768 * 2048)
+    dense = QWEN3_30B.model_copy(update={"mlp_only_layers": tuple(range(48))})
+    difference = dense.layer_flops(0, 4096) - QWEN3_30B.layer_flops(0, 4096)
+    assert difference == pytest.approx(6 * 2048 * (3 * 6144 - 128 - 8 * 3 * 768))
+    core = QWEN3_30B.flops_per_token(3) - QWEN3_30B.flops_per_token(1)  # kbar = 2 and 1
+    assert core == pytest.approx(48 * 6 * 32 * (128 + 128))
+
+
+def test_parameter_table_is_the_oracles() -> None:
+    """Names, shapes and count of `transformers`' own state dict, experts stacked; biases, tied head, dense layers."""
+    transformers = pytest.importorskip("transformers")
+    for changes in ({}, {"attention_bias": True}, {"tie_word_embeddings": True}, {"decoder_sparse_step": 2}):
+        config = TINY.model_copy(update=changes)
+        theirs = transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**config.model_dump(mode="json", exclude_none=True))
+        )
+        shapes = {name: tuple(value.shape) for name, value in theirs.named_parameters()}
+        table = config.parameters()
+        assert len({parameter.name for parameter in table}) == len(table)
+        assert {parameter.name: parameter.shape for parameter in table} == shapes
+        for parameter in table:
+            layer = parameter.name.split(".")[2] if ".layers." in parameter.name else None
+            assert parameter.layer == (None if layer is None else int(layer))
+            matrix = len(parameter.shape) > 1
+            assert parameter.decay == matrix and parameter.init == (
+                "normal" if matrix else "zeros" if "bias" in parameter.name else "ones"
+            )
+            assert parameter.std == (0.02 if matrix else 0.0)
+            assert parameter.fp32 == (not matrix or parameter.name.endswith("mlp.gate.weight"))
+            assert parameter.kind == ("expert" if "experts" in parameter.name else "dense")
+
+
+def test_which_layers_are_moe() -> None:
+    """mlp_only_layers and decoder_sparse_step together."""
+    config = TINY.model_copy(update={"num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": (3,)})
+    assert [layer for layer in range(8) if config.is_moe(layer)] == [1, 5, 7]
+
+
+# ------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_of_tiny() -> None:
+    """Mesh, batch, layers, parameters; experts per rank = E / ep (casebook 9)."""
+    numbers = plan(tiny())
+    assert (numbers.ranks, numbers.micro_batches, numbers.tokens_per_step) == (4, 8, 2048)
+    assert numbers.experts_per_rank == 4
+    assert sum(map(len, numbers.stage_layers)) == 8 and len(numbers.stage_layers) == 4
+    assert (numbers.idle_units, numbers.busy_units) == (2, 48)
+    spec = tiny()
+    table = spec.model.config.parameters()
+    halves = sum(parameter.size // (2 if parameter.kind == "expert" else 1) for parameter in table)
+    assert sum(numbers.rank_parameters) == halves
+    assert numbers.parameters == sum(parameter.size for parameter in table)
+    assert numbers.flops_per_token == spec.model.config.flops_per_token(128)
+    assert sum(numbers.rank_time_over_mean) == pytest.approx(2)
+
+
+def test_bytes_are_what_zero_allocates() -> None:
+    """One rank: weight, main gradient, master and two moments of every parameter; then cut over dp and ep, padded."""
+    one = ["slurm.gpus_per_node=1", "parallelism={}"]
+    count = plan(tiny(*one)).parameters
+    assert plan(tiny(*one)).rank_bytes == (count * (4 + 4 + 12),)
+    assert plan(tiny(*one, "training.compute_dtype=float64")).rank_bytes == (count * 2 * (4 + 4 + 12),)
+    narrow = plan(tiny(*one, "training.compute_dtype=bfloat16"))
+    wide = sum(parameter.size for parameter in tiny().model.config.parameters() if parameter.fp32)
+    assert narrow.rank_weight_bytes == (2 * count + 2 * wide,)
+    assert plan(tiny(*one, "training.device=auto")).rank_bytes == narrow.rank_bytes  # cuda is assumed
+
+    uneven = tiny("slurm.gpus_per_node=4", "parallelism={expert_parallel_size: 2}", "model.vocab_size=4097")
+    split = plan(uneven)
+    weights = gradients = optimizer = 0
+    for parameter in uneven.model.config.parameters():
+        shape, shards = parameter.shape, 4
+        if parameter.kind == "expert":
+            shape, shards = (shape[0] // 2 * shape[1], *shape[2:]), 2
+        chunk = -(-shape[0] // shards)
+        width = parameter.size // parameter.shape[0] if parameter.kind == "dense" else parameter.shape[2]
+        weights += chunk * shards * width * 4
+        gradients += chunk * shards * width * 4
+        optimizer += chunk * width * 12
+    assert (split.rank_weight_bytes, split.rank_gradient_bytes) == ((weights,), (gradients,))
+    assert split.rank_optimizer_bytes == (optimizer,)
+
+
+def test_plan_is_plain_data_and_plain_text() -> None:
+    """--json is the dataclass; the text names what a person asks for."""
+    numbers = plan(tiny())
+    fields = cast(dict[str, Any], json.loads(json.dumps(numbers.to_dict())))
+    assert set(Plan.__dataclass_fields__) | {"rank_bytes"} == set(fields)
+    assert fields["mesh"] == {"pp": 2, "dp": 1, "cp": 1, "ep": 2}
+    text = numbers.text()
+    for words in (
+        "pp 2 x dp 1 x cp 1 x ep 2",
+        "8 micro-batches",
+        "layers 0-1 and none",
+        "2 of 50 units",
+        "GiB at most",
+    ):
+        assert words in text

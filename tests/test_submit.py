@@ -1,0 +1,409 @@
+"""How a run starts and ends: the sbatch text, submitit's local executor, the foreground; sbatch is a fake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
+from pithtrain import jobs, rundir, submit
+from pithtrain.errors import RunDirError, RunFailed, SpecError, StoppedEarly
+from pithtrain.rundir import RunDir
+from pithtrain.spec import load
+
+FAILS_ON_ONE = """
+def run(spec, run_dir, place, should_stop):
+    if place.rank == 1:
+        raise ValueError("the cause")
+    time.sleep(1000)
+"""
+
+
+# ---- the text --------------------------------------------------------------------------------------------------------
+
+
+def test_clean_environment() -> None:
+    """Case 21 of the service's matrix: nothing of an outer job, and everything else."""
+    outer = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SBATCH_ACCOUNT": "a",
+        "PMIX_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "none",
+        "SUBMITIT_EXECUTOR": "slurm",
+        "PITHTRAIN_ATTEMPT": "9",
+    }
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "MY_RANK": "3", "HOME": "/home/a"}
+    assert submit.clean_environment(outer | kept) == kept
+
+
+def test_the_script_as_text(tmp_path: Path) -> None:
+    overrides = [
+        "slurm.time=1-00:00:30",
+        "slurm.nodes=2",
+        "slurm.partition=high",
+        "slurm.exclusive=true",
+        "slurm.env={NCCL_DEBUG: it's fine}",
+        "slurm.setup=[module load cuda]",
+        "slurm.srun_args=[--cpu-bind=none]",
+        "training.device=cuda",
+    ]
+    run = RunDir(Path("/shared/runs/fake"))
+    expected = f"""\
+    #!/bin/bash
+
+    # Parameters
+    #SBATCH --chdir=/shared/runs/fake/code
+    #SBATCH --cpus-per-task=1
+    #SBATCH --error=/shared/runs/fake/slurm/%j_0_log.err
+    #SBATCH --exclusive
+    #SBATCH --gpus-per-node=2
+    #SBATCH --job-name=fake
+    #SBATCH --mem=0
+    #SBATCH --nodes=2
+    #SBATCH --ntasks-per-node=2
+    #SBATCH --open-mode=append
+    #SBATCH --output=/shared/runs/fake/slurm/%j_0_log.out
+    #SBATCH --partition=high
+    #SBATCH --signal=USR2@300
+    #SBATCH --time=1441
+
+    # setup
+    export PYTHONPATH=/shared/runs/fake/code${{PYTHONPATH:+:$PYTHONPATH}}
+    export NCCL_DEBUG='it'"'"'s fine'
+    export PITHTRAIN_ATTEMPT=3
+    module load cuda
+
+    # command
+    export SUBMITIT_EXECUTOR=slurm
+    srun --unbuffered --output /shared/runs/fake/slurm/%j_%t_log.out --error /shared/runs/fake/slurm/%j_%t_log.err \
+--kill-on-bad-exit=1 --wait=60 --cpus-per-task=1 --cpu-bind=none \
+{sys.executable} -u -m submitit.core._submit /shared/runs/fake/slurm
+    """
+    spec = load(spec_file(tmp_path), overrides)
+    assert submit.render(spec, run, attempt=3) == textwrap.dedent(expected)
+
+
+def test_a_cpu_run_asks_for_tasks_and_no_gpu(tmp_path: Path) -> None:
+    spec = load(spec_file(tmp_path))
+    text = submit.render(spec, RunDir(tmp_path / "run"))
+    assert "--gpus" not in text
+    assert "--ntasks-per-node=2" in text
+    assert "wckey" not in text
+
+
+def test_hostile_paths_are_data(tmp_path: Path) -> None:
+    """The script runs under a fake srun: a folder name with blanks, quotes and a command in it stays a name."""
+    folder = tmp_path / "it's $(touch pwned) `touch pwned` a\"b"
+    folder.mkdir()
+    spec = load(spec_file(tmp_path), ["slurm.env={VALUE: $(touch pwned)'\"}"])
+    script = submit.render(spec, RunDir(folder))
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    (binaries / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$PYTHONPATH" "$VALUE" "${@: -1}"\n')
+    (binaries / "srun").chmod(0o755)
+    env = {"PATH": f"{binaries}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=20
+    )
+    assert done.stdout.splitlines() == [f"{folder}/code", "$(touch pwned)'\"", f"{folder}/slurm"]
+    assert not list(tmp_path.rglob("pwned"))
+
+
+# ---- Slurm, with a fake sbatch ---------------------------------------------------------------------------------------
+
+
+def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, squeue: str = "echo RUNNING") -> None:
+    binaries = folder / "bin"
+    binaries.mkdir()
+    for name, text in {"sbatch": sbatch, "squeue": squeue, "srun": "", "sinfo": "", "scancel": "exit 0"}.items():
+        (binaries / name).write_text(f"#!/bin/bash\n{text}\n")
+        (binaries / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+
+
+def test_sbatch_gets_what_render_shows_from_a_clean_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = f'cp "$1" {tmp_path}/script; env > {tmp_path}/env; pwd > {tmp_path}/pwd; echo "Submitted batch job 4711"'
+    fake_slurm(tmp_path, monkeypatch, keep)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    run, spec = make_run(tmp_path, FINISHES)
+    assert submit.launcher() == "slurm"
+    job = submit.submit(run, spec, "slurm")
+    assert (job["job_id"], job["launcher"], job["attempt"]) == ("4711", "slurm", 1)
+    assert (tmp_path / "script").read_text() == submit.render(spec, run, attempt=1)
+    assert (run.slurm / "4711_submission.sh").read_text() == submit.render(spec, run, attempt=1)
+    assert (tmp_path / "pwd").read_text().strip() == str(run.code)
+    env = (tmp_path / "env").read_text()
+    assert "SLURM_JOB_ID" not in env
+    assert "PITHTRAIN_CUDA_VISIBLE_DEVICES" not in env
+    assert rundir.find("4711", spec.output_dir) == run
+    assert jobs.state(run).word == "running"
+
+    # what is pickled is a name and a path: no code, no spec
+    pickled = (run.slurm / "4711_submitted.pkl").read_bytes()
+    assert b"pithtrain.worker" in pickled
+    assert len(pickled) < 1000
+
+
+def test_sbatch_s_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "sbatch: error: invalid partition specified: trian"
+    fake_slurm(tmp_path, monkeypatch, f'echo "{refusal}" >&2; exit 1')
+    run, spec = make_run(tmp_path, FINISHES)
+    with pytest.raises(RunFailed, match=refusal):
+        submit.submit(run, spec, "slurm")
+    assert rundir.last_job(run) is None
+
+
+def test_states_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm(tmp_path, monkeypatch, "", squeue=f"cat {tmp_path}/state && exit $(cat {tmp_path}/rc)")
+    run, _ = make_run(tmp_path, FINISHES)
+    rundir.add_job(run, {"job_id": "7", "launcher": "slurm", "attempt": 1, "host": "login", "time": 0.0})
+    (tmp_path / "rc").write_text("0")
+    for text, word in (("PENDING", "pending"), ("RUNNING", "running"), ("", "lost")):
+        (tmp_path / "state").write_text(text)
+        assert jobs.state(run).word == word
+    (tmp_path / "state").write_text("PENDING")
+    assert "was waiting in the queue" in jobs.cancel(run)
+    assert not run.stop.exists()
+    (tmp_path / "state").write_text("RUNNING")
+    assert "saves at its next step" in jobs.cancel(run)
+    assert (rundir.read_json(run.stop) or {})["attempt"] == 1
+    with pytest.raises(RunDirError, match="fake is running"):
+        jobs.refuse_if_live(run)
+
+
+def test_without_slurm_it_is_local_and_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert submit.launcher() == "local"
+    spec = load(spec_file(tmp_path), ["slurm.nodes=2"])
+    with pytest.raises(SpecError, match="more than one node needs Slurm"):
+        submit.check(spec, "local")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "sinfo").write_text("#!/bin/sh\nexit 1\n")  # installed, but no controller answers
+    for name in ("sbatch", "srun", "sinfo"):
+        (tmp_path / name).chmod(0o755)
+    assert submit.launcher() == "local"
+
+
+# ---- submitit's local executor, for real -----------------------------------------------------------------------------
+
+
+def test_a_local_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 25 too: an outer job's id changes nothing. The user's devices and the snapshot reach the ranks."""
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    shows = FINISHES.replace('print("hello', 'print(os.environ["CUDA_VISIBLE_DEVICES"], __file__, "hello')
+    run, spec = make_run(tmp_path, shows)
+    job = submit.submit(run, spec, "local")
+    seen: list[int] = []
+    state = jobs.wait(run, lambda row: seen.append(row["step"]))
+    assert (state.word, state.step, state.attempt) == ("done", 4, 1)
+    assert seen == [1, 2, 3, 4]
+    assert job["launcher"] == "local"
+    for rank in (0, 1):
+        log = run.log(1, rank).read_text()
+        assert f"2,3 {run.code}/pithtrain/train.py hello from Place(rank={rank}, world_size=2" in log
+    assert rundir.last_attempt(run) == rundir.read_lines(run.attempts)[0]
+    assert not list(run.slurm.glob("*.pkl.save_tmp"))
+
+
+def test_case_022_a_local_failure_is_a_failure_with_its_cause(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, FAILS_ON_ONE)
+    submit.submit(run, spec, "local")
+    began = time.monotonic()
+    state = jobs.wait(run)
+    assert time.monotonic() - began < 30
+    assert state.word == "failed"
+    assert "rank 1: ValueError: the cause" in str(submit.failure(run, 1))
+
+
+def test_a_local_rank_that_is_killed_is_named_though_only_its_peers_could_write(tmp_path: Path) -> None:
+    train = """
+def run(spec, run_dir, place, should_stop):
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    raise RuntimeError("Connection closed by peer")
+"""
+    run, spec = make_run(tmp_path, train)
+    submit.submit(run, spec, "local")
+    assert jobs.wait(run).word == "failed"
+    assert "rank 1 was killed" in str(submit.failure(run, 1))
+
+
+def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, WAITS_FOR_STOP)
+    submit.submit(run, spec, "local")
+    wait_for(lambda: is_waiting(run, [0, 1]))
+    assert jobs.state(run).word == "running"
+    assert jobs.cancel(run) == "fake saves at its next step and stops"
+    assert jobs.wait(run).word == "stopped"
+    assert (rundir.read_json(run.stop) or {})["step"] == 1
+    assert jobs.cancel(run) == "fake does not run: it is stopped"
+
+    first_log = run.log(1, 0).read_text()
+    job = submit.submit(run, spec, "local")
+    assert job["attempt"] == 2
+    wait_for(lambda: is_waiting(run, [0, 1], attempt=2))
+    assert not run.stop.exists()  # the first attempt's
+    os.kill(int(job["job_id"]), signal.SIGTERM)  # the controller passes it on
+    assert jobs.wait(run).word == "stopped"
+    assert run.log(1, 0).read_text() == first_log
+    assert (run.path / "logs" / "latest").resolve() == run.logs(2)
+
+
+def test_a_run_killed_from_outside_is_lost(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, WAITS_FOR_STOP, ranks=1)
+    job = submit.submit(run, spec, "local")
+    wait_for(lambda: is_waiting(run, [0]))
+    os.kill(int(rundir.read_lines(run.attempts)[-1]["pid"]), signal.SIGKILL)
+    assert jobs.wait(run).word == "lost"
+    assert jobs.process_start(int(job["job_id"])) is None  # ended, or not yet collected by its parent
+    assert "ended without a word" in str(submit.failure(run, 1))
+
+
+@pytest.mark.slow
+def test_case_018_the_time_limit_of_a_local_run_is_a_request_to_stop(tmp_path: Path) -> None:
+    """signal_delay_s before the limit, whatever the limit's length: the state is saved and a marker says so."""
+    run, _ = make_run(tmp_path, WAITS_FOR_STOP, ranks=1)
+    spec = load(run.spec_yaml, ["slurm.time=1", "slurm.signal_delay_s=29"])
+    rundir.write_atomic(run.spec_yaml, spec.to_yaml())
+    submit.submit(run, spec, "local")
+    assert jobs.wait(run).word == "stopped"
+    marker = rundir.read_json(run.requeue)
+    assert marker is not None
+    assert (marker["reason"], marker["step"]) == ("SIGUSR2", 1)
+
+
+def test_a_process_number_used_again_is_not_the_run(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    host = os.uname().nodename
+    job = {"job_id": str(os.getpid()), "launcher": "local", "attempt": 1, "host": host}
+    assert jobs.alive(run, job | {"time": time.time()}) == "running"
+    assert jobs.alive(run, job | {"time": time.time() - 10**6}) is None
+    assert jobs.alive(run, job | {"host": "elsewhere", "time": 0}) == "running"
+    rundir.record_attempt(run, 1, end=1.0)
+    assert jobs.alive(run, job | {"host": "elsewhere", "time": 0}) is None
+
+
+# ---- the foreground --------------------------------------------------------------------------------------------------
+
+
+def test_foreground_runs_to_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, spec = make_run(tmp_path, FINISHES)
+    submit.foreground(run, spec)
+    out, err = capfd.readouterr()
+    assert "hello from Place(rank=0" in out
+    assert "rank=1" not in out
+    assert err == ""
+    assert jobs.state(run).word == "done"
+    assert [row["ended"] for row in rundir.read_lines(run.attempts)] == ["done"]
+
+
+def test_foreground_reports_the_first_cause_with_its_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, spec = make_run(tmp_path, FAILS_ON_ONE.replace("ValueError(", "DataError("))
+    with pytest.raises(RunFailed, match=r"rank 1: the cause\n  log: .*rank-1.log") as failure:
+        submit.foreground(run, spec)
+    assert failure.value.exit_code == 2
+    assert "the cause" not in "".join(capfd.readouterr())  # said once, by the command
+
+
+def test_foreground_names_a_killed_rank(tmp_path: Path) -> None:
+    train = """
+def run(spec, run_dir, place, should_stop):
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    raise RuntimeError("Connection closed by peer")
+"""
+    run, spec = make_run(tmp_path, train)
+    with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL"):
+        submit.foreground(run, spec)
+
+
+def test_foreground_ends_a_rank_that_hangs_after_another_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "END_GRACE_S", 1.0)
+    train = """
+def run(spec, run_dir, place, should_stop):
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+"""
+    run, spec = make_run(tmp_path, train)
+    with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL"):
+        submit.foreground(run, spec)
+    assert rundir.read_lines(run.attempts)[-1]["ended"] == "killed"
+
+
+def test_a_signal_to_the_foreground_saves_and_ends_with_code_4(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, WAITS_FOR_STOP)
+
+    def interrupt() -> None:
+        wait_for(lambda: is_waiting(run, [0, 1]))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(StoppedEarly, match=r"stopped at step 1 .*\n.*pithtrain resume") as stopped:
+        submit.foreground(run, spec)
+    thread.join()
+    assert stopped.value.exit_code == 4
+    assert jobs.state(run).word == "stopped"
+    assert json.loads(run.requeue.read_text())["reason"] == "SIGTERM"
+
+
+def test_a_second_interrupt_kills(tmp_path: Path) -> None:
+    deaf = WAITS_FOR_STOP.replace("not should_stop()", "True")
+    run, spec = make_run(tmp_path, deaf)
+
+    def interrupt() -> None:
+        wait_for(lambda: is_waiting(run, [0, 1]))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(RunFailed, match="ended without a word"):
+        submit.foreground(run, spec)
+    thread.join()
+
+
+def test_case_017_code_edited_after_submission_does_not_run(tmp_path: Path) -> None:
+    """The installed package would fail here (there is no corpus); the snapshot is what runs."""
+    run, spec = make_run(tmp_path, FINISHES)
+    submit.foreground(run, spec)
+    assert (
+        str(run.code)
+        in subprocess.run(
+            [sys.executable, "-c", "import pithtrain; print(pithtrain.__file__)"],
+            cwd=run.code,
+            env=submit.task_environment(run, spec, 1),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )

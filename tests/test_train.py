@@ -1,0 +1,247 @@
+"""The loop: stop and resume bitwise, what a resume may change, learning rates, non-finite numbers, what a line holds."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import MODEL, Pool, make_spec
+from test_data import make
+
+from pithtrain import checkpoint, rundir
+from pithtrain.build import build
+from pithtrain.errors import CheckpointError, DataError, NotFiniteError
+from pithtrain.rundir import RunDir
+from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
+from pithtrain.train import Outcome, learning_rate, run
+from pithtrain.world import Place, connect
+
+STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(10, MODEL["vocab_size"], 40).tolist() for _ in range(100)]
+    return make(tmp_path_factory.mktemp("corpus") / "made", documents, MODEL["vocab_size"]) / "tokens"
+
+
+def train_spec(corpus: Path, *mesh: int, **sections: Any) -> RunSpec:
+    data = {"sources": [{"path": str(corpus)}], "repeat": True}
+    sections = {"lr_scheduler": {"type": "cosine", "warmup_steps": 1}, "data": data, **sections}
+    sections["training"] = {"max_steps": STEPS, "global_batch_size": 8, **sections.get("training", {})}
+    return make_spec(*mesh, **sections)
+
+
+def make_run(path: Path) -> RunDir:
+    path.mkdir(parents=True, exist_ok=True)
+    return RunDir(path)
+
+
+def run_job(place: Place, fields: dict[str, Any], folder: Path, stop_after: int | None) -> Outcome:
+    """`stop_after`: the last rank alone raises its flag, during that step."""
+    asked = 0
+
+    def should_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return place.rank == place.world_size - 1 and asked == stop_after
+
+    return run(from_dict(fields), RunDir(folder), place, should_stop)
+
+
+def train(pool: Pool, spec: RunSpec, folder: Path, stop_after: int | None = None) -> Outcome:
+    run_dir = make_run(folder)
+    outcomes = pool.run(spec.world_size, run_job, spec.model_dump(mode="json"), run_dir.path, stop_after)
+    assert all(outcome == outcomes[0] for outcome in outcomes), "case 158: all ranks stop at one step"
+    return outcomes[0]
+
+
+def trained(folder: Path, spec: RunSpec, step: int) -> dict[str, np.ndarray]:
+    """Masters and moments of a checkpoint, whole, whatever mesh wrote them."""
+    alone = {**spec.model_dump(mode="json"), "parallelism": {}, "slurm": {}}
+    one = from_dict(alone)
+    with connect(Place(0, 1, 0, "", 1), one.mesh, "cpu", 60, 60) as world:
+        zero = build(one, world).zero
+        checkpoint.load(checkpoint.folder(RunDir(folder).checkpoints, step), zero, world, {})
+        return {
+            f"{kind} {name}": getattr(one, kind).numpy()
+            for name, one in zero.sharded.items()
+            for kind in ("master", "exp_avg", "exp_avg_sq")
+        }
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return rundir.read_lines(RunDir(folder).metrics)
+
+
+def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in lines(folder)]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)])
+@pytest.mark.parametrize("stops", [[4], [3, 2]], ids=["one stop", "two stops"])
+def test_stopped_and_resumed_is_bitwise_the_straight_run(
+    pool: Pool, corpus: Path, tmp_path: Path, mesh: tuple[int, int, int], stops: list[int]
+) -> None:
+    """Also cases 117 and 118: the learning rates are those of the straight run."""
+    spec = train_spec(corpus, *mesh)
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert train(pool, spec, straight) == Outcome(STEPS, finished=True)
+    at = 0
+    for stop in stops:
+        at += stop
+        assert train(pool, spec, stopped, stop_after=stop) == Outcome(at, finished=False)
+    assert train(pool, spec, stopped) == Outcome(STEPS, finished=True)
+
+    assert numbers(stopped) == numbers(straight)
+    assert [step for step, *_ in numbers(straight)] == list(range(1, STEPS + 1))
+    want, got = trained(straight, spec, STEPS), trained(stopped, spec, STEPS)
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(got[name], tensor, name)
+
+
+def test_killed_between_checkpoints_repeats_and_loses_no_step(pool: Pool, corpus: Path, tmp_path: Path) -> None:
+    """Case 150: the lines beyond the checkpoint are cut and written again."""
+    spec = train_spec(corpus, checkpoint={"interval": 4})
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    train(pool, spec, straight)
+    train(pool, spec, killed)
+    final = checkpoint.folder(RunDir(killed).checkpoints, STEPS)
+    (final / checkpoint.MARKER).unlink()  # as if killed inside the last save
+    newest = checkpoint.folder(RunDir(killed).checkpoints, 8)
+    (newest / checkpoint.MARKER).write_text("{")
+    assert train(pool, spec, killed) == Outcome(STEPS, finished=True)
+    assert numbers(killed) == numbers(straight)
+    skipped = [
+        row["reason"] for row in rundir.read_lines(RunDir(killed).events) if row["event"] == "skipped_checkpoint"
+    ]
+    assert any("step-00000008 is incomplete" in reason for reason in skipped)
+
+
+def test_resume_on_another_mesh_goes_on_as_if_nothing_happened(pool: Pool, corpus: Path, tmp_path: Path) -> None:
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    spec = train_spec(corpus)
+    train(pool, spec, straight)
+    train(pool, train_spec(corpus, 2, 1, 2), moved, stop_after=4)
+    train(pool, train_spec(corpus, 1, 2, 1), moved)
+    for (step, loss, norm, lr), (_, want_loss, want_norm, want_lr) in zip(
+        numbers(moved), numbers(straight), strict=True
+    ):
+        assert lr == want_lr
+        assert loss == pytest.approx(want_loss, rel=1e-5), step
+        assert norm == pytest.approx(want_norm, rel=1e-4), step
+
+
+def test_resume_names_another_run_or_never(pool: Pool, corpus: Path, tmp_path: Path) -> None:
+    """A path is where a fresh run begins; its own progress wins from then on (case 16)."""
+    spec = train_spec(corpus)
+    train(pool, spec, tmp_path / "a", stop_after=4)
+    other = from_dict({**spec.model_dump(mode="json"), "resume": str(tmp_path / "a")})
+    train(pool, other, tmp_path / "b", stop_after=2)
+    assert [step for step, *_ in numbers(tmp_path / "b")] == [5, 6]
+    train(pool, other, tmp_path / "b", stop_after=1)
+    assert [step for step, *_ in numbers(tmp_path / "b")] == [5, 6, 7]
+    never = from_dict({**spec.model_dump(mode="json"), "resume": "never"})
+    train(pool, never, tmp_path / "b", stop_after=1)
+    assert [step for step, *_ in numbers(tmp_path / "b")] == [1]
+
+
+def alone(spec: RunSpec, folder: Path) -> Outcome:
+    return run(spec, make_run(folder), Place(0, 1, 0, "", 1), lambda: False)
+
+
+def test_fewer_steps_than_done_is_refused(corpus: Path, tmp_path: Path) -> None:
+    alone(train_spec(corpus, training={"max_steps": 3}), tmp_path)
+    with pytest.raises(CheckpointError, match=r"step 3, beyond training.max_steps = 2; raise max_steps"):
+        alone(train_spec(corpus, training={"max_steps": 2}), tmp_path)
+    assert alone(train_spec(corpus, training={"max_steps": 4}), tmp_path) == Outcome(4, finished=True)
+
+
+def test_finished_run_does_nothing_more(corpus: Path, tmp_path: Path) -> None:
+    spec = train_spec(corpus, training={"max_steps": 2})
+    alone(spec, tmp_path)
+    before = lines(tmp_path)
+    assert alone(spec, tmp_path) == Outcome(2, finished=True)
+    assert lines(tmp_path) == before
+
+
+def test_a_line_holds_what_the_file_promises(corpus: Path, tmp_path: Path) -> None:
+    spec = train_spec(corpus, training={"max_steps": 4}, logging={"interval": 3})
+    alone(spec, tmp_path)
+    assert [row["step"] for row in lines(tmp_path)] == [3, 4], "multiples of the interval, and the last step"
+    row = lines(tmp_path)[0]
+    assert row["tokens_seen"] == 3 * 8 * 16
+    assert row["loss"] == pytest.approx(math.log(96), rel=0.2)
+    assert 1.0 <= row["aux_loss"] < 4
+    assert row["expert_load_max_over_mean"] >= 1
+    assert row["mfu"] is None, "a CPU has no quoted peak"
+    per_second = row["tokens_per_second"] * spec.model.config.flops_per_token(16) / 1e12
+    assert row["tflops_per_device"] == pytest.approx(per_second)
+    assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_time_s"])
+    for key in ("router_z_loss", "head_z_loss"):
+        assert row[key] is None, "off"
+    for key in ("memory_peak_gib", "data_wait_s", "grad_norm", "lr", "attempt", "checkpoint_stall_s"):
+        assert row[key] is not None
+
+
+def test_non_finite_gradient_stops_the_run_and_keeps_the_last_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    constant = {"lr_scheduler": {"type": "constant"}}
+    spec = train_spec(corpus, training={"max_steps": 3}, checkpoint={"interval": 1}, **constant)
+    alone(spec, tmp_path)
+    huge = from_dict({**spec.model_dump(mode="json"), "optimizer": {"lr": 1e38}})
+    raised = {**huge.model_dump(mode="json"), "training": {**spec.training.model_dump(mode="json"), "max_steps": 9}}
+    with pytest.raises(NotFiniteError, match="gradient norm was not finite"):
+        alone(from_dict(raised), tmp_path)
+    newest = checkpoint.newest(RunDir(tmp_path).checkpoints, pytest.fail)
+    assert newest is not None
+    content = json.loads((newest / checkpoint.MARKER).read_text())
+    assert content["step"] == content["updates"] >= 3
+
+
+def test_ids_beyond_the_vocabulary_are_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="vocab"):
+        alone(train_spec(corpus, model={"vocab_size": 50}), tmp_path)
+
+
+def test_too_short_a_corpus_is_refused_before_the_first_step(corpus: Path, tmp_path: Path) -> None:
+    data = {"sources": [{"path": str(corpus)}], "epochs": 1}
+    with pytest.raises(DataError, match=r"the run needs 8,000 samples"):
+        alone(train_spec(corpus, data=data, training={"max_steps": 1000}), tmp_path)
+    assert not lines(tmp_path)
+
+
+# ---- learning rates --------------------------------------------------------------------------------------------------
+
+
+def rates(max_steps: int, **fields: Any) -> list[float]:
+    schedule = LrSchedulerSection(**fields)
+    return [learning_rate(schedule, 1.0, max_steps, step) for step in range(1, max_steps + 1)]
+
+
+def test_warm_up_is_linear_to_the_peak() -> None:
+    assert rates(6, type="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_reaches_min_lr_at_decay_steps() -> None:
+    got = rates(8, type="linear", warmup_steps=2, decay_steps=6, min_lr=0.2)
+    assert got == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+
+
+def test_cosine_is_half_way_in_the_middle() -> None:
+    got = rates(10, type="cosine", warmup_steps=2, min_lr=0.1)
+    assert got[1] == 1.0
+    assert got[5] == pytest.approx(0.55)
+    assert got[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(got[1:], got[2:], strict=False))
+
+
+def test_decay_beyond_max_steps_is_a_planned_continuation() -> None:
+    assert rates(5, type="linear", decay_steps=10) == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5])
+
+
+def test_wsd_decays_over_its_last_steps() -> None:
+    got = rates(8, type="wsd", warmup_steps=2, decay_steps=4, min_lr=0.2)
+    assert got == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])

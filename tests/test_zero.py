@@ -1,0 +1,138 @@
+"""ZeRO-1 against torch's own AdamW with a plain clip; skipped steps; buckets; the norm counts each parameter once."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Pool, Shards, assemble, batches_of, distance, first_gradients, make_spec, shards
+
+from pithtrain.build import build, initialise
+from pithtrain.spec import from_dict
+from pithtrain.train import train_step
+from pithtrain.world import Place, connect
+
+STEPS = 4
+LR = 3e-3
+
+
+def trajectory_job(place: Place, fields: dict[str, Any]) -> list[tuple[Shards, Shards, float]]:
+    """Per step: gradients, masters after it, norm."""
+    spec = from_dict(fields)
+    found = []
+    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+        engine = build(spec, world)
+        for step in range(STEPS):
+            batches = batches_of(spec, engine, step)
+            grads = first_gradients(spec, engine, batches)
+            norm = train_step(engine, spec, batches, LR).norm.item()
+            found.append((grads, shards(engine, lambda p: p.master), norm))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("max_norm", [0.05, None])
+def test_update_is_adamw_with_a_global_clip(pool: Pool, mesh: tuple[int, int, int], max_norm: float | None) -> None:
+    training = {"max_grad_norm": max_norm, "compute_dtype": "float64"}
+    spec = make_spec(*mesh, training=training, optimizer={"weight_decay": 0.3})
+    parts = pool.run(spec.world_size, trajectory_job, spec.model_dump(mode="json"))
+    table = {info.name: info for info in spec.model.config.parameters()}
+    with connect(Place(0, 1, 0, "", 1), from_dict(make_spec().model_dump(mode="json")).mesh, "cpu", 60, 60) as world:
+        start = build(make_spec(training=training), world)
+        params = {n: torch.nn.Parameter(one.master.clone()) for n, one in start.zero.sharded.items()}
+    o = spec.optimizer
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in params.items() if table[n].decay], "weight_decay": o.weight_decay},
+            {"params": [p for n, p in params.items() if not table[n].decay], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+    )
+    for step in range(STEPS):
+        grads = assemble([part[step][0] for part in parts])
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        assert all(part[step][2] == pytest.approx(norm, rel=1e-12) for part in parts), "each parameter counts once"
+        scale = 1.0 if max_norm is None else min(1.0, max_norm / norm)
+        for name, p in params.items():
+            p.grad = torch.from_numpy(grads[name] * scale)
+        reference.step()
+        masters = assemble([part[step][1] for part in parts])
+        for name, p in params.items():  # the clip factor is an fp32 number inside torch's fused kernel
+            assert distance(masters[name], p.detach().numpy()) < 1e-8, name
+
+
+def test_decay_reaches_matrices_alone() -> None:
+    """Case 111: zero gradients, so whatever shrinks was decayed."""
+    spec = make_spec(model={"attention_bias": True}, optimizer={"weight_decay": 0.5})
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
+        engine = build(spec, world)
+        for one in engine.zero.sharded.values():
+            one.master.fill_(1.0)
+        engine.zero.update(engine.adam, 0.1, torch.zeros(()), 1.0)
+        shrunk = {n for n, one in engine.zero.sharded.items() if (one.master != 1.0).any()}
+    assert shrunk == {n for n in engine.zero.sharded if not n.endswith(("norm.weight", "layernorm.weight", ".bias"))}
+    assert len(shrunk) < len(engine.zero.sharded)
+
+
+def nan_job(place: Place, fields: dict[str, Any]) -> tuple[float, int, bool]:
+    """One rank's gradient has a NaN: (skipped, updates, whether the masters stayed as they were)."""
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+        engine = build(spec, world)
+        train_step(engine, spec, batches_of(spec, engine, 0), LR)
+        before = [one.master.clone() for one in engine.zero.sharded.values()]
+        first_gradients(spec, engine, batches_of(spec, engine, 1))
+        if place.rank == 1:
+            next(one for one in engine.zero.sharded.values() if one.grad.numel()).grad.view(-1)[0] = float("nan")
+        norm = engine.zero.grad_norm()
+        skipped = engine.zero.update(engine.adam, LR, norm, 1.0)
+        same = all(torch.equal(one.master, old) for one, old in zip(engine.zero.sharded.values(), before, strict=True))
+        return skipped.item(), engine.zero.updates, same
+
+
+def test_a_nan_on_one_rank_skips_the_update_on_all(pool: Pool) -> None:
+    spec = make_spec(2, 1, 2)
+    assert pool.run(4, nan_job, spec.model_dump(mode="json")) == [(1.0, 1, True)] * 4
+
+
+def test_missing_contribution_is_noticed() -> None:
+    """A weight gradient that never arrives, or arrives twice, is an assertion and not a wrong update."""
+    spec = make_spec()
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
+        engine = build(spec, world)
+        engine.zero.begin_step(spec.num_micro_batches + 1)
+        batches = batches_of(spec, engine, 0)
+        from pithtrain.tape import new_stats
+
+        stats = new_stats(4, 8, world.device, torch.float32)
+        engine.pipeline.step(batches, torch.ones(()), stats)
+        with pytest.raises(AssertionError, match="are missing"):
+            engine.zero.grad_norm()
+        engine.zero.begin_step(spec.num_micro_batches - 1)
+        with pytest.raises(AssertionError, match="after its bucket was reduced"):
+            engine.pipeline.step(batches, torch.ones(()), stats)
+
+
+def init_job(place: Place, fields: dict[str, Any]) -> Shards:
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+        engine = build(spec, world)
+        initialise(engine.zero, spec.training.seed)
+        return shards(engine, lambda p: p.master)
+
+
+def test_initial_weights_do_not_depend_on_the_mesh(pool: Pool) -> None:
+    """Cases 80 and 102: bitwise equal on every mesh, five layers over four stages included; no two experts alike."""
+    model = {"num_hidden_layers": 5}
+    want = assemble(pool.run(1, init_job, make_spec(model=model).model_dump(mode="json")))
+    for mesh in [(1, 1, 2), (1, 1, 4), (2, 1, 2), (2, 2, 1), (3, 1, 1)]:
+        spec = make_spec(*mesh, model=model)
+        got = assemble(pool.run(spec.world_size, init_job, spec.model_dump(mode="json")))
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            np.testing.assert_array_equal(got[name], tensor, f"{name} on {mesh}")
+    matrices = [t.reshape(8, -1) for n, t in want.items() if n.endswith("experts.down_proj")]
+    experts = np.concatenate(matrices)
+    assert len(np.unique(experts, axis=0)) == len(experts)
