@@ -18,10 +18,10 @@ import torch
 
 from pithtrain.build import Engine, build, device_type
 from pithtrain.ops.cross_entropy import IGNORE
+from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict
 from pithtrain.tape import new_stats
-from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.train import loss_scale, train_step
 from pithtrain.world import Place, connect
 

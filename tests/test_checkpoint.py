@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Pool, Shards, assemble, batches_of, make_spec, shards
 
+from harness import Pool, Shards, assemble, batches_of, make_spec, shards
 from pithtrain import checkpoint
 from pithtrain.build import build
 from pithtrain.checkpoint import MARKER, Position

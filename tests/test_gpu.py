@@ -1,4 +1,4 @@
-"""On a GPU: the engine in bf16 against itself in fp32 on the CPU, and several GPUs against one. Skipped without CUDA."""
+"""On a GPU: the engine against itself on the CPU, bf16 against fp32, two GPUs against one. Skipped without CUDA."""
 
 import gc
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, steps_job
 
+from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, steps_job
 from pithtrain.build import build
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect

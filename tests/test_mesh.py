@@ -1,10 +1,11 @@
 """Results do not depend on the mesh (DESIGN.md section 4): losses, gradients, norm, and parameters after five steps.
 
-Every mesh runs the same 5 x 16 sequences as one process. Expert ids must agree first: with other ids nothing else could.
+Every mesh runs the same 5 x 16 sequences as one process. Expert ids must agree first: else nothing could.
 """
 
 import numpy as np
 import pytest
+
 from harness import Pool, Ran, distance, make_spec, run_mesh
 
 STEPS = 5
@@ -110,7 +111,7 @@ def assert_bitwise(a: Ran, b: Ran) -> None:
             np.testing.assert_array_equal(tensor, theirs[name], name)
 
 
-def test_number_of_micro_batches_does_not_change_the_gradient(pool: Pool) -> None:
+def test_case_096_the_number_of_micro_batches_does_not_change_the_gradient(pool: Pool) -> None:
     """Two sequences a micro-batch instead of one: the loss is a mean over the tokens of the global batch (case 103).
 
     The balance loss is defined per micro-batch, so it is off here.

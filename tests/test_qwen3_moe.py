@@ -1,15 +1,15 @@
-"""Qwen3-MoE against transformers' Qwen3MoeForCausalLM: logits, loss and every gradient, on random tiny weights in fp32."""
+"""Qwen3-MoE against transformers' Qwen3MoeForCausalLM: logits, loss and every gradient, on tiny weights in fp32."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import MODEL, batches_of, distance, make_spec
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from harness import MODEL, batches_of, distance, make_spec
 from pithtrain.build import Engine, build
 from pithtrain.ops.linear import Segment
 from pithtrain.spec import RunSpec

@@ -1,5 +1,6 @@
-"""The loop: stop and resume bitwise, what a resume may change, learning rates, non-finite numbers, what a line holds."""
+"""The loop: stop and resume bitwise, what a resume may change, learning rates, non-finite numbers, its lines."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -7,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import MODEL, Pool, make_spec
-from test_data import make
 
+from harness import MODEL, Pool, make_spec
 from pithtrain import checkpoint, rundir
 from pithtrain.build import build
 from pithtrain.errors import CheckpointError, DataError, NotFiniteError
@@ -17,6 +17,7 @@ from pithtrain.rundir import RunDir
 from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
 from pithtrain.train import Outcome, learning_rate, run
 from pithtrain.world import Place, connect
+from test_data import make
 
 STEPS = 9
 
@@ -235,7 +236,7 @@ def test_cosine_is_half_way_in_the_middle() -> None:
     assert got[1] == 1.0
     assert got[5] == pytest.approx(0.55)
     assert got[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(got[1:], got[2:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(got[1:]))
 
 
 def test_decay_beyond_max_steps_is_a_planned_continuation() -> None:

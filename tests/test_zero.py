@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Pool, Shards, assemble, batches_of, distance, first_gradients, make_spec, shards
 
+from harness import Pool, Shards, assemble, batches_of, distance, first_gradients, make_spec, shards
 from pithtrain.build import build, initialise
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as dcp_loader
+import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -62,7 +63,7 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     world.barrier()
-    dcp.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
+    dcp_saver.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
     if world.rank == 0:
         facts = {"updates": zero.updates, "mesh": asdict(world.mesh), "torch": torch.__version__}
         content = {"format": FORMAT, **asdict(position), **facts, **about}
@@ -117,7 +118,7 @@ def load(path: Path, zero: Zero, world: World, about: dict[str, Any]) -> Positio
     ]
     if problems:
         raise CheckpointError("\n  ".join([f"{path} is of another run and cannot be resumed:", *problems]))
-    dcp.load(_state(zero, world), checkpoint_id=path, process_group=world.control_group)
+    dcp_loader.load(_state(zero, world), checkpoint_id=path, process_group=world.control_group)
     zero.loaded(content["updates"])
     return Position(content["step"], content["samples"])
 

@@ -345,7 +345,8 @@ def _me() -> str:
     path = Path(sys.argv[0])
     if shutil.which("pithtrain") is not None or path.name != "pithtrain":
         return "pithtrain"
-    return os.path.relpath(path)
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
 
 
 def _print_states(states: "list[State]") -> None:

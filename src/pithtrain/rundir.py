@@ -339,7 +339,7 @@ def claim_attempt(run: RunDir) -> int:
 
 def point_latest(run: RunDir, attempt: int) -> None:
     """Make logs/latest a link to this attempt's logs (relative, so that the run directory can be moved)."""
-    aside = run.latest_logs.with_name(f".latest.{os.getpid()}")
+    aside = run.latest_logs.with_name(f".latest.{attempt}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     aside.symlink_to(run.logs(attempt).name)
     aside.replace(run.latest_logs)

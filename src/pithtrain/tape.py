@@ -148,24 +148,25 @@ def backward(chunk: Chunk, tape: Tape, dh: Tensor | None) -> Generator[Closures,
     Every yield hands over the weight-gradient closures that are ready; entries are released as they are used.
     """
     ready: Closures = []
-    grad = dh if tape.start is None else tape.start
-    grads: tuple[Tensor, ...] = () if grad is None else (grad,)
+    start = dh if tape.start is None else tape.start
+    assert start is not None, "a backward begins with the gradient of the chunk's output"
+    grads = list[Tensor]((start,))
     while tape.entries:
         entry = tape.entries.pop()
         if isinstance(entry, Segment):
             grads = entry.backward(grads, ready)
             continue
-        (grad,) = grads
+        [grad] = grads
         exchange = entry.exchange
         dh_TH = grad.flatten(0, 1)
         exchange.launch_combine_t(dh_TH)
         yield _take(ready)  # COMBINE' in flight; W of the A above
         exchange.launch_dispatch_t(*entry.experts.backward(exchange.received_t(), ready))
         yield []  # DISPATCH' in flight; W(E) waits for the next turn, which would else expose it
-        dn = None if entry.shared is None else entry.shared.backward((dh_TH,), ready)[0]
+        dn = None if entry.shared is None else entry.shared.backward([dh_TH], ready)[0]
         yield _take(ready)
-        grads = (grad, *exchange.returned_t(dn))
-    (grad,) = grads
+        grads = [grad, *exchange.returned_t(dn)]
+    [grad] = grads
     if tape.ids is not None:
         assert chunk.embedding is not None
         ready.append(_embedding_grad(chunk.embedding, tape.ids, grad))

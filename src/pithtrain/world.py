@@ -123,7 +123,8 @@ def connect(place: Place, mesh: Mesh, device_type: str, init_timeout_s: int, tim
     """
     device = _device(place, device_type)
     if mesh.size == 1:  # torch's checkpoint wants a process group even then; this one has no network and no peer
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             yield _world(place, mesh, device, datetime.timedelta(seconds=timeout_s))
         finally:
@@ -164,10 +165,14 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeout: datetime.tim
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.size):
             members.setdefault(key(rank), []).append(rank)
-        created = {
-            k: dist.new_group(ranks, timeout=timeout, backend=backend) for k, ranks in members.items() if len(ranks) > 1
-        }
-        return created.get(key(place.rank))
+        mine: Group = None
+        for ranks in members.values():
+            if len(ranks) > 1:
+                created = dist.new_group(ranks, timeout=timeout, backend=backend)
+                if place.rank in ranks:
+                    assert isinstance(created, dist.ProcessGroup)
+                    mine = created
+        return mine
 
     def stage_and_ep(rank: int) -> tuple[int, ...]:
         pp, _, _, ep = mesh.coords(rank)

@@ -59,7 +59,11 @@ class Lane:
 
     def mark(self) -> torch.cuda.Event | None:
         """An event behind what has been queued on the compute stream so far."""
-        return torch.cuda.current_stream().record_event() if self._stream is not None else None
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     @contextmanager
     def after(self, producer: torch.cuda.Event | None) -> Iterator[None]:

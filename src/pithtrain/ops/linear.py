@@ -13,7 +13,7 @@ no memory, never read. Everything is functional, so several micro-batches can be
 Legend: T tokens of a micro-batch, D width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,9 +137,9 @@ class Segment:
     def outputs(self) -> tuple[Tensor, ...]:
         return tuple(y.detach() for y in self._outputs)
 
-    def backward(self, grads: tuple[Tensor, ...], ready: list[WeightGrad]) -> tuple[Tensor, ...]:
+    def backward(self, grads: Sequence[Tensor], ready: list[WeightGrad]) -> list[Tensor]:
         """Gradients of the inputs, in order, from those of the outputs (viewed in their shapes). Releases the graph."""
-        grads = tuple(g.view_as(y) for g, y in zip(grads, self._outputs, strict=True))
+        grads = [g.view_as(y) for g, y in zip(grads, self._outputs, strict=True)]
         vectors, taps = self._vectors, self._lin.taps
         wanted = (*self._leaves, *vectors.values(), *taps.values())
         with torch.autograd.set_multithreading_enabled(False):
@@ -149,4 +149,4 @@ class Segment:
             self._region.vectors[name].add(lambda main, grad=grad: main.add_(grad))
         ready.extend(self._lin.weight_grads(dict(zip(taps, found[n + v :], strict=True))))
         del self._outputs, self._leaves, self._vectors, self._lin
-        return found[:n]
+        return list(found[:n])
