@@ -161,6 +161,20 @@ def test_status_logs_cancel_and_resume_of_a_live_run(tmp_path: Path) -> None:
     wait_for(lambda: "stopped" in pithtrain("status", "fake", cwd=tmp_path).stdout)
 
 
+def test_a_submission_that_sbatch_refuses_leaves_no_litter(tmp_path: Path) -> None:
+    for name, text in {
+        "sbatch": "echo 'sbatch: error: invalid partition' >&2; exit 1",
+        "srun": "",
+        "sinfo": "",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = pithtrain("submit", spec_file(tmp_path), cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    assert done.stderr.count("sbatch: error: invalid partition") == 1
+    assert not (tmp_path / "runs" / "fake").exists()
+
+
 def test_status_of_nothing_and_of_an_unknown_run(tmp_path: Path) -> None:
     nothing = pithtrain("status", cwd=tmp_path)
     assert (nothing.returncode, nothing.stdout) == (0, "no runs in runs\n")

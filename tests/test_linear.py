@@ -92,7 +92,7 @@ def test_micro_batches_in_flight_and_closures_in_any_order(order: tuple[int, ...
     region = make_region()
     flying = [Segment(region, *inputs(batch)[:2]) for batch in range(3)]
     ready: list[WeightGrad] = []
-    dxs: dict[int, tuple[Tensor, ...]] = {}
+    dxs: dict[int, list[Tensor]] = {}
     for batch in order:
         dxs[batch] = flying[batch].backward(inputs(batch)[2:], ready)
     for closure in reversed(ready):

@@ -6,7 +6,7 @@ The model is a tiny Qwen3-MoE with a shared expert beside the routed ones, so th
 
 import gc
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -366,7 +366,7 @@ def test_the_turns_of_a_pair_are_those_of_the_table(monkeypatch: pytest.MonkeyPa
             note(self.label)
             super().__init__(region, *inputs)
 
-        def backward(self, grads: tuple[Tensor, ...], ready: Closures) -> tuple[Tensor, ...]:
+        def backward(self, grads: Sequence[Tensor], ready: Closures) -> list[Tensor]:
             note(f"{self.label}'")
             return super().backward(grads, ready)
 

@@ -251,7 +251,12 @@ def _submit(spec: "RunSpec") -> "RunDir":
     by = starting.launcher()
     starting.check(spec, by)
     run = _create(spec)
-    _say_submitted(run, spec, starting.submit(run, spec, by))
+    try:
+        job = starting.submit(run, spec, by)
+    except PithtrainError:
+        shutil.rmtree(run.path)  # nothing runs in it: the same command works once the cause is mended
+        raise
+    _say_submitted(run, spec, job)
     return run
 
 

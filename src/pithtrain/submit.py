@@ -152,7 +152,8 @@ def submit(run: RunDir, spec: RunSpec, by: Launcher) -> dict[str, Any]:
         )
     job = rundir.last_job(run)
     if done.returncode != 0 or job is None or job["attempt"] != attempt:
-        raise RunFailed(f"could not submit {run.path}: {output.read_text().strip() or 'no output'}")
+        said = "\n".join(dict.fromkeys(output.read_text().strip().splitlines()))  # submitit repeats what sbatch says
+        raise RunFailed(f"could not submit {run.name}: {said or 'no output'}")
     return job
 
 
