@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
-from pithtrain import jobs, rundir, submit
+from pithtrain import corpus, jobs, rundir, submit
 from pithtrain.errors import RunDirError, RunFailed, SpecError, StoppedEarly
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
@@ -305,6 +305,47 @@ def test_a_process_number_used_again_is_not_the_run(tmp_path: Path) -> None:
     assert jobs.alive(run, job | {"host": "elsewhere", "time": 0}) is None
 
 
+def test_case_155_one_wandb_run_and_nothing_of_it_left_when_a_rank_fails(tmp_path: Path) -> None:
+    """Rank 0 alone opens it; when rank 1 fails, W&B's helper process does not keep the job alive."""
+    train = """
+from pithtrain.events import Events
+
+def run(spec, run_dir, place, should_stop):
+    events = Events(run_dir, spec, place.attempt) if place.rank == 0 else None
+    emit(run_dir, place, 1)
+    while not run_dir.metrics.exists():
+        time.sleep(0.1)
+    if place.rank == 1:
+        raise ValueError("the cause")
+    time.sleep(1000)
+"""
+    run, _ = make_run(tmp_path, train)
+    spec = load(run.spec_yaml, ["logging.wandb.mode=offline"])
+    rundir.write_atomic(run.spec_yaml, spec.to_yaml())
+    began = time.monotonic()
+    with pytest.raises(RunFailed, match="the cause"):
+        submit.foreground(run, spec)
+    wait_for(lambda: not processes_of(run))
+    assert time.monotonic() - began < 45  # of which the start and W&B's take ten
+    assert len(list((run.path / "wandb").glob("offline-run-*"))) == 1
+
+
+def processes_of(run: RunDir) -> list[str]:
+    """Live processes, of any kind, that were started with this run's snapshot on their path."""
+    found: list[str] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(run.code).encode() in (entry / "environ").read_bytes() and "Z" not in _state(entry):
+                found.append((entry / "cmdline").read_text())
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+def _state(entry: Path) -> str:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 # ---- the foreground --------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +431,28 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="ended without a word"):
         submit.foreground(run, spec)
     thread.join()
+
+
+@pytest.mark.slow
+def test_case_015_two_runs_at_the_same_moment_are_separate_worlds(tmp_path: Path) -> None:
+    """The real engine, twice two processes, three times over: both finish with equal losses."""
+    texts = [f"{number} plus {number} is {2 * number}. " * 20 for number in range(60)]
+    corpus.train_tokenizer(iter(texts), 512, tmp_path / "tokenizer.json")
+    corpus.write_corpus(iter(texts), tmp_path / "runs" / "none", tmp_path / "tokenizer.json")
+    for turn in range(3):
+        names = [f"left-{turn}", f"right-{turn}"]
+        tasks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "pithtrain.cli", "train", str(spec_file(tmp_path, name))],
+                env=submit.clean_environment(os.environ),
+                stdout=subprocess.DEVNULL,
+            )
+            for name in names
+        ]
+        assert [task.wait(120) for task in tasks] == [0, 0]
+        left, right = ([r["loss"] for r in rundir.read_lines(tmp_path / "runs" / n / "metrics.jsonl")] for n in names)
+        assert left == right
+        assert len(left) == 4
 
 
 def test_case_017_code_edited_after_submission_does_not_run(tmp_path: Path) -> None:

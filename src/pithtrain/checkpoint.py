@@ -59,8 +59,7 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
     final = folder(checkpoints, position.step)
     partial = final.with_name(final.name + ".partial")
     if world.rank == 0:
-        for leftover in (partial, final):  # of a save that was killed, or of a step that is done again
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
         partial.mkdir(parents=True)
     world.barrier()
     dcp_saver.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
@@ -71,8 +70,7 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
             json.dump(content, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
-        partial.rename(final)
-        _sync_folder(checkpoints)
+        _replace(final, partial)
     world.barrier()
     return final
 
@@ -168,6 +166,17 @@ def _mesh(world: World, kind: str) -> DeviceMesh:
     else:
         ranks = [m.rank(world.pp, dp, cp, ep) for dp, cp in data for ep in range(m.ep)]
     return DeviceMesh(world.device.type, torch.tensor(ranks), _init_backend=False)
+
+
+def _replace(final: Path, partial: Path) -> None:
+    """Make `partial` visible as `final`. One of the same step (the step was done again) stays until then."""
+    old = final.with_name(final.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    _sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync_folder(path: Path) -> None:

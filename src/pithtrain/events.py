@@ -30,6 +30,7 @@ from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec
 
 WANDB_TIMEOUT_S = 60  # of init, and of the last upload: the other ranks wait for rank 0 that long
+FAILED_TIMEOUT_S = 10  # of the last upload of a run that failed: its processes must all be gone within 30 s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Wandb:
     def finish(self, exit_code: int) -> None:
         if self._run is not None:
             run = self._run
-            self._bounded(lambda: run.finish(exit_code=exit_code), WANDB_TIMEOUT_S)
+            self._bounded(lambda: run.finish(exit_code=exit_code), FAILED_TIMEOUT_S if exit_code else WANDB_TIMEOUT_S)
 
     def _bounded(self, call: Callable[[], Any], timeout_s: float) -> Any:
         """Run `call` in a thread for at most `timeout_s`: its own time limits do not cover every wait."""

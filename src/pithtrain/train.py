@@ -89,12 +89,13 @@ def _run(
     dataset = None
     if world.pp == 0:  # has the embedding and the loss: no other rank needs a token
         dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
-        dataset.require(training.max_steps * training.global_batch_size)
     engine = build(spec, world)
     about: dict[str, Any] = {"model": spec.model.model_dump(mode="json")}
     if dataset is not None:
         about["tokenizer"] = dataset.fingerprint
     position = _resume(spec, run_dir, engine, events, about)
+    if dataset is not None:
+        dataset.require(position.samples + (training.max_steps - position.step) * training.global_batch_size)
     if events is not None:
         events.rewind(position.step)
         events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
