@@ -8,7 +8,6 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,7 @@ class Ran:
 def steps_job(place: Place, spec_yaml: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """Train `num_steps` on synthetic batches; this rank's part of `Ran`."""
     spec = from_dict(spec_yaml)
-    with connect(place, spec.mesh, device_type(spec), 60, 60) as world:
+    with connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
         engine = build(spec, world)
         out: dict[str, Any] = {"losses": [], "norms": [], "balance": [], "counts": []}
         for step in range(num_steps):
@@ -232,15 +231,6 @@ class Pool:
             process.kill()
             process.join()
         self._workers = []
-
-
-@contextmanager
-def pool() -> Any:
-    started = Pool()
-    try:
-        yield started
-    finally:
-        started.close()
 
 
 def run_mesh(pool: Pool, spec: RunSpec, num_steps: int = 1) -> Ran:

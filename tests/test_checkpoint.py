@@ -1,6 +1,9 @@
 """Checkpoints: saved on one mesh, loaded bitwise on another; incomplete ones skipped; what must not change refused."""
 
+import contextlib
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from harness import Pool, Shards, assemble, batches_of, make_spec, shards
 from pithtrain import checkpoint
 from pithtrain.build import build
 from pithtrain.checkpoint import MARKER, Position
-from pithtrain.errors import CheckpointError
+from pithtrain.errors import CheckpointError, RunFailed
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
@@ -25,7 +28,7 @@ LOADED_ON = [(1, 1, 1), (1, 1, 4), (1, 3, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1), (
 
 def save_job(place: Place, fields: dict[str, Any], folder: Path) -> dict[str, Shards]:
     spec = from_dict(fields)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         for step in range(2):
             train_step(engine, spec, batches_of(spec, engine, step), 1e-3)
@@ -35,9 +38,9 @@ def save_job(place: Place, fields: dict[str, Any], folder: Path) -> dict[str, Sh
 
 def load_job(place: Place, fields: dict[str, Any], path: Path) -> tuple[Position, dict[str, Shards], Shards, int]:
     spec = from_dict(fields)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(from_dict({**fields, "training": {**fields["training"], "seed": 99}}), world)
-        position = checkpoint.load(path, engine.zero, world, ABOUT)
+        position = checkpoint.load(path, engine.zero, world, checkpoint.read(path))
         found = {kind: shards(engine, lambda p, kind=kind: getattr(p, kind)) for kind in KINDS}
         weights = shards(engine, lambda p: p._own(p._data)[: p.master.shape[0]])
         return position, found, weights, engine.zero.updates
@@ -77,7 +80,7 @@ def test_newest_complete_is_found_whatever_lies_beside_it(tmp_path: Path) -> Non
     for name in ("step-00000050", "step-00000900", "step-00001000", "step-00001100", "step-123456789"):
         (tmp_path / name).mkdir()
         if name != "step-123456789":
-            (tmp_path / name / MARKER).write_text(json.dumps({"format": checkpoint.FORMAT}))
+            (tmp_path / name / MARKER).write_text(json.dumps({"format": checkpoint.FORMAT, "files": {}}))
     (tmp_path / "step-00001100" / MARKER).write_text('{"format": 1, "st')  # torn
     for junk in ("step-00001200.partial", "step_10.bak"):
         (tmp_path / junk).mkdir()
@@ -101,12 +104,6 @@ def test_named_checkpoint_must_exist(tmp_path: Path) -> None:
         checkpoint.resolve(str(tmp_path), pytest.fail)
 
 
-def load_with(path: Path, about: dict[str, Any]) -> Position:
-    spec = make_spec(model={"num_hidden_layers": 5})
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
-        return checkpoint.load(path, build(spec, world).zero, world, about)
-
-
 @pytest.mark.parametrize(
     ("about", "message"),
     [
@@ -118,13 +115,82 @@ def test_what_must_not_change_is_refused_with_both_values(
     saved: tuple[Path, dict[str, dict[str, np.ndarray]]], about: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load_with(saved[0], about)
+        checkpoint.check(saved[0], checkpoint.read(saved[0]), about)
 
 
-def test_incomplete_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "step-00000002").mkdir()
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        load_with(tmp_path / "step-00000002", ABOUT)
+def test_case_112_a_checkpoint_that_lost_a_part_is_skipped_by_name(
+    saved: tuple[Path, dict[str, dict[str, np.ndarray]]], tmp_path: Path
+) -> None:
+    for step, damage in ((1, "none"), (2, "cut"), (3, "gone"), (4, "empty")):
+        copy = shutil.copytree(saved[0], checkpoint.folder(tmp_path, step))
+        shard = next(copy.glob("*.distcp"))
+        if damage == "gone":
+            shard.unlink()
+        elif damage != "none":
+            os.truncate(shard, shard.stat().st_size // 2 if damage == "cut" else 0)
+    skipped: list[str] = []
+    assert checkpoint.newest(tmp_path, skipped.append) == checkpoint.folder(tmp_path, 1)
+    assert len(skipped) == 3
+    assert all("is incomplete" in text and "bytes of" in text for text in skipped)
+
+
+def test_another_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    folder = checkpoint.folder(tmp_path, 7)
+    folder.mkdir()
+    (folder / MARKER).write_text(json.dumps({"format": 99, "files": {}}))
+    with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
+        checkpoint.newest(tmp_path, pytest.fail)
+
+
+def test_a_shard_that_cannot_be_read_is_a_checkpoint_error(
+    saved: tuple[Path, dict[str, dict[str, np.ndarray]]], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(saved[0], checkpoint.folder(tmp_path, 2))
+    content = checkpoint.read(copy)
+    next(copy.glob("*.distcp")).unlink()  # after it was read: another process tidies up
+    spec = make_spec(model={"num_hidden_layers": 5})
+    with (
+        connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world,
+        pytest.raises(CheckpointError, match=r"cannot be read .*distcp"),
+    ):
+        checkpoint.load(copy, build(spec, world).zero, world, content)
+
+
+def save_again_job(place: Place, fields: dict[str, Any], folder: Path, die_at: int) -> int:
+    """Save step 2 twice; the second time dies before its `die_at`-th file operation. -> operations done."""
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
+        engine = build(spec, world)
+        checkpoint.save(folder, engine.zero, world, Position(2, 32), ABOUT)
+        done = 0
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in ((Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (json, "dump"), (os, "fsync")):
+                original = getattr(owner, name)
+
+                def step(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+                    nonlocal done
+                    done += 1
+                    if done == die_at:
+                        raise KeyboardInterrupt
+                    return original(*args, **kwargs)
+
+                patch.setattr(owner, name, step)
+            with contextlib.suppress(KeyboardInterrupt, RunFailed):
+                checkpoint.save(folder, engine.zero, world, Position(2, 32), ABOUT)
+        return done
+
+
+def test_a_save_that_dies_anywhere_leaves_a_complete_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """The step is saved again over a complete one, and the saver dies before each of its file operations in turn."""
+    fields = make_spec().model_dump(mode="json")
+    [operations] = pool.run(1, save_again_job, fields, tmp_path / "whole", 0)
+    assert operations >= 8
+    for die_at in range(1, operations + 1):
+        folder = tmp_path / str(die_at)
+        pool.run(1, save_again_job, fields, folder, die_at)
+        newest = checkpoint.newest(folder, lambda text: None)
+        assert newest is not None, f"nothing left after dying at operation {die_at}"
+        assert checkpoint.read(newest)["step"] == 2
 
 
 def test_a_save_replaces_what_a_killed_save_left(pool: Pool, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pithtrain.ops import grouped
 from pithtrain.ops.dispatch import Exchange, Lane, LocalExchange, open_exchange
 from pithtrain.ops.experts import Experts, ExpertSegment
 from pithtrain.ops.linear import WeightGrad
-from pithtrain.spec import Mesh
+from pithtrain.spec import DistributedSection, Mesh
 from pithtrain.world import Place, connect
 from reference import assert_near, distinct_ids, gradients, leaves, make_weight, moe, poisoned_memory, random
 
@@ -138,7 +138,7 @@ def play(case: Case, rank: int, forward: Lane, backward: Lane) -> dict[str, Any]
 
 def job(place: Place, cases: list[Case]) -> list[dict[str, Any]]:
     mesh = Mesh(pp=1, dp=1, cp=1, ep=place.world_size)
-    with connect(place, mesh, "cpu", 60, 60) as world:
+    with connect(place, mesh, "cpu", DistributedSection()) as world:
         lanes = Lane(world.ep_fwd_group, CPU), Lane(world.ep_bwd_group, CPU)
         return [play(case, place.rank, *lanes) for case in cases]
 
@@ -332,7 +332,7 @@ def host_read_job(place: Place, case: Case) -> dict[str, list[str]]:
 
     mine = operands(case, place.rank)
     e = case.num_experts // case.size
-    with connect(place, Mesh(pp=1, dp=1, cp=1, ep=case.size), "cpu", 60, 60) as world:
+    with connect(place, Mesh(pp=1, dp=1, cp=1, ep=case.size), "cpu", DistributedSection()) as world:
         lanes = Lane(world.ep_fwd_group, CPU), Lane(world.ep_bwd_group, CPU)
         x = counted("make", lambda: Exchange(mine.ids, e, *lanes, case.dedup))
         counted("launch_counts", x.launch_counts)

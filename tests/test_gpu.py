@@ -9,8 +9,10 @@ import torch
 
 from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, steps_job
 from pithtrain.build import build
+from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
 from pithtrain.ops.permute import order_slots, ordered_sum
+from pithtrain.spec import from_dict
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
 
@@ -56,7 +58,7 @@ def test_bf16_on_the_gpu_follows_fp32() -> None:
 @needs_gpu
 def test_step_leaves_no_memory_behind() -> None:
     spec = make_spec(model=MODEL, training={**TRAINING, "device": "cuda"})
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cuda", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cuda", spec.distributed) as world:
         engine = build(spec, world)
         batches = batches_of(spec, engine, 0)
         allocated = []
@@ -112,7 +114,7 @@ def test_case_074_memory_that_nobody_wrote_is_not_read() -> None:
     spec = make_spec(**on("cuda", "bfloat16"))
     found = []
     for poison in (False, True):
-        with connect(Place(0, 1, 0, "", 1), spec.mesh, "cuda", 60, 60) as world:
+        with connect(Place(0, 1, 0, "", 1), spec.mesh, "cuda", spec.distributed) as world:
             engine = build(spec, world)
             losses = []
             for step in range(3):
@@ -124,3 +126,63 @@ def test_case_074_memory_that_nobody_wrote_is_not_read() -> None:
             found.append(losses)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[1], found[0], rtol=1e-3)  # cuDNN's attention backward is not deterministic
+
+
+def quiet_job(place: Place, fields: dict[str, Any]) -> float:
+    """A step under torch's synchronisation check: any hidden wait of the host raises."""
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cuda", spec.distributed) as world:
+        engine = build(spec, world)
+        batches = batches_of(spec, engine, 0)
+        train_step(engine, spec, batches, 1e-3)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            result = train_step(engine, spec, batches, 1e-3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return result.norm.item()
+
+
+@needs_gpu
+def test_a_step_never_waits_for_the_device() -> None:
+    assert quiet_job(Place(0, 1, 0, "", 1), make_spec(**on("cuda", "bfloat16")).model_dump(mode="json")) > 0
+
+
+@needs_two
+def test_a_step_waits_for_counts_alone(pool: Pool) -> None:
+    """With expert parallelism the host waits on one event per MoE layer, which the check does not count."""
+    pool.run(2, quiet_job, make_spec(1, 1, 2, **on("cuda", "bfloat16")).model_dump(mode="json"))
+
+
+def deterministic_job(place: Place, fields: dict[str, Any], synchronised: bool) -> dict[str, Any]:
+    """`synchronised`: nothing overlaps, the device is drained around every exchange."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    exchange = Lane.exchange
+
+    def drained(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.synchronize()
+        transfer = exchange(*args, **kwargs)
+        torch.cuda.synchronize()
+        return transfer
+
+    with pytest.MonkeyPatch.context() as patch:
+        if synchronised:
+            patch.setattr(Lane, "exchange", drained)
+        try:
+            return steps_job(place, fields, 8)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@needs_two
+def test_overlap_changes_nothing_bitwise(pool: Pool) -> None:
+    """Streams, freed memory and reused buffers: eight steps with pairs in flight equal eight steps without."""
+    spec = make_spec(1, 1, 2, **on("cuda", "bfloat16")).model_dump(mode="json")
+    runs = [gather_ran(pool.run(2, deterministic_job, spec, drained)) for drained in (False, False, True)]
+    for other in runs[1:]:
+        assert other.losses == runs[0].losses
+        assert other.norms == runs[0].norms
+        for name, master in runs[0].masters.items():
+            np.testing.assert_array_equal(other.masters[name], master, name)

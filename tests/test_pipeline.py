@@ -1,5 +1,7 @@
 """The pipeline's share of the casebook (g) and the mesh's share of (e) and (h), on processes of this machine."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import Pool, Ran, assemble, batches_of, distance, first_gradients, make_spec, run_mesh, steps_job
+import pithtrain.world
+from harness import Pool, Ran, assemble, batches_of, distance, first_gradients, make_spec, run_mesh
 from pithtrain.build import build
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict
+from pithtrain.train import train_step
 from pithtrain.world import Place, connect
 
 FLOAT64 = {"compute_dtype": "float64"}
@@ -20,7 +24,7 @@ NO_BALANCE = {"load_balance_type": "none", "aux_loss_coef": 0.0}
 
 def groups_job(place: Place, fields: dict[str, Any]) -> dict[str, int]:
     spec = from_dict(fields)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         groups = {
             "pp": world.pp_group,
             "ep_fwd": world.ep_fwd_group,
@@ -85,7 +89,7 @@ def uneven(batches: list[MicroBatch], spec: RunSpec, first: int, stride: int) ->
 
 def uneven_job(place: Place, fields: dict[str, Any]) -> tuple[float, Any]:
     spec = from_dict(fields)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         batches = uneven(batches_of(spec, engine, 0), spec, world.data_rank, world.data_size)
         grads = first_gradients(spec, engine, batches)
@@ -96,7 +100,7 @@ def uneven_reference(spec: RunSpec) -> float:
     """The norm from one run per sequence, put together by hand: sum over valid tokens, divided once."""
     total: dict[str, np.ndarray] = {}
     valid = 0
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         batches = uneven(batches_of(spec, engine, 0), spec, 0, 1)
         for batch in batches:
@@ -119,7 +123,7 @@ def test_case_110_a_batch_without_any_label_trains_nothing(pool: Pool) -> None:
 
 def silent_job(place: Place, fields: dict[str, Any]) -> tuple[float, Any]:
     spec = from_dict(fields)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         batches = batches_of(spec, engine, 0)
         for batch in batches:
@@ -164,13 +168,13 @@ def message_job(place: Place, fields: dict[str, Any]) -> list[tuple[str, int, fl
     spec = from_dict(fields)
     from pithtrain.ops.dispatch import Lane
     from pithtrain.pipeline import Pipeline
-    from pithtrain.tape import Chunk, Traffic, new_stats
+    from pithtrain.tape import Stage, Traffic, new_stats
 
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         device = torch.device("cpu")
         traffic = Traffic(8, Lane(None, device), Lane(None, device), True)
         shape = (1, spec.training.sequence_length, spec.model.config.hidden_size)
-        empty = (Chunk((), None, None), Chunk((), None, None))
+        empty = (Stage((), None, None), Stage((), None, None))
         pipeline = Pipeline(world, empty, traffic, shape, torch.float32, spec.num_micro_batches)
         seen: list[tuple[str, int, float]] = []
         begin, end = pipeline._forward, pipeline._backward
@@ -225,31 +229,54 @@ def test_case_104_one_norm_on_every_rank_equal_to_one_process(pool: Pool) -> Non
     assert min(want.norms) > 10 * 1e-2, "the clip is at work"
 
 
-def wrapped_job(place: Place, fields: dict[str, Any]) -> tuple[Any, set[str]]:
-    """Which collectives and point-to-point calls a step makes on gloo."""
-    calls: set[str] = set()
-    names = ("all_to_all_single", "batch_isend_irecv", "all_reduce")
-    originals = {name: getattr(dist, name) for name in names}
+def wrapped_job(place: Place, fields: dict[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """The collectives of a step on gloo, in launch order, per communicator."""
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
+        engine = build(spec, world)
+        engine.zero.wait_for_weights()
+        names = {id(getattr(world, f.name)): f.name for f in dataclasses.fields(world) if f.name.endswith("_group")}
+        calls: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name, tensor in (
+                (dist, "all_to_all_single", 1),
+                (dist, "all_reduce", 0),
+                (pithtrain.world, "_reduce_scatter", 1),
+                (pithtrain.world, "_all_gather", 1),
+            ):
+                original = getattr(owner, name)
 
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.add(name)
-            return originals[name](*args, **kwargs)
+                def call(
+                    *args: Any, original: Any = original, name: str = name, tensor: int = tensor, **kw: Any
+                ) -> Any:
+                    shape = () if name == "all_to_all_single" else tuple(args[tensor].shape)  # rows differ by rank
+                    calls.setdefault(names[id(kw["group"])], []).append((name, shape))
+                    return original(*args, **kw)
 
-        return call
-
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
-        return steps_job(place, fields, 1)["norms"], calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+                patch.setattr(owner, name, call)
+            train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)
+            engine.zero.wait_for_weights()
+        return calls
 
 
-def test_case_079_every_collective_of_the_engine_runs_on_gloo(pool: Pool) -> None:
-    parts = pool.run(8, wrapped_job, make_spec(2, 2, 2).model_dump(mode="json"))
-    assert all(calls == {"all_to_all_single", "batch_isend_irecv", "all_reduce"} for _, calls in parts)
+def test_case_079_every_collective_runs_on_gloo_in_one_order_per_communicator(pool: Pool) -> None:
+    """Ranks that share a communicator launch the same calls in the same order: what NCCL would hang on otherwise."""
+    spec = make_spec(2, 2, 2)
+    parts = pool.run(8, wrapped_job, spec.model_dump(mode="json"))
+    seen = {name for part in parts for calls in part.values() for name, _ in calls}
+    assert seen == {"all_to_all_single", "all_reduce", "_reduce_scatter", "_all_gather"}
+    same: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+        "ep_fwd_group": lambda at: at[:3],
+        "ep_bwd_group": lambda at: at[:3],
+        "dense_group": lambda at: at[:1],
+        "expert_group": lambda at: (at[0], at[3]),
+        "world_group": lambda at: (),
+    }
+    for purpose, key in same.items():
+        groups: dict[tuple[int, ...], Any] = {}
+        for rank, part in enumerate(parts):
+            first = groups.setdefault(key(spec.mesh.coords(rank)), part[purpose])
+            assert part[purpose] == first, f"{purpose}, rank {rank}"
 
 
 def test_case_081_more_ranks_than_rows(pool: Pool) -> None:

@@ -13,7 +13,7 @@ from harness import MODEL, batches_of, distance, make_spec
 from pithtrain.build import Engine, build
 from pithtrain.ops.linear import Segment
 from pithtrain.spec import RunSpec
-from pithtrain.tape import Chunk, forward, new_stats, run_forward
+from pithtrain.tape import Stage, forward, new_stats, run_forward
 from pithtrain.train import loss_scale
 from pithtrain.world import Place, connect
 
@@ -58,12 +58,12 @@ def load_into(engine: Engine, model: Qwen3MoeForCausalLM) -> None:
 
 def logits_of(engine: Engine, tokens: Tensor) -> Tensor:
     """Through both chunks of a one-rank pipeline, with the last norm and the head's product done here."""
-    first, last = engine.pipeline._chunks
+    first, last = engine.pipeline._stages
     assert last.head is not None
     stats = new_stats(16, 8, torch.device("cpu"), torch.float32)
     h, _ = run_forward(forward(first, tokens, engine.pipeline._traffic, None, stats))
     assert h is not None
-    h, _ = run_forward(forward(Chunk(last.layers, None, None), h, engine.pipeline._traffic, None, stats))
+    h, _ = run_forward(forward(Stage(last.layers, None, None), h, engine.pipeline._traffic, None, stats))
     assert h is not None
     return Segment(last.head.norm, h).outputs[0] @ last.head.weight.data.t()
 
@@ -76,7 +76,7 @@ def test_equals_transformers(variant: str) -> None:
         moe={"load_balance_type": "none", "aux_loss_coef": 0.0},
     )
     model = oracle(spec)
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         load_into(engine, model)
         batches = batches_of(spec, engine, 0)
@@ -122,7 +122,7 @@ def test_total_minus_lm_loss_is_the_coefficient_times_layers_times_the_metric() 
     )
     name = "model.layers.2.mlp.gate.weight"
     layers = spec.model.config.num_hidden_layers
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         batches = batches_of(spec, engine, 0)
         gate = engine.zero.sharded[name]

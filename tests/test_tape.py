@@ -28,8 +28,8 @@ from pithtrain.ops.linear import Linears, Region, Segment, Weight, accumulate_dt
 from pithtrain.ops.norm import rms_norm
 from pithtrain.ops.router import Balance
 from pithtrain.ops.swiglu import swiglu
-from pithtrain.spec import Mesh
-from pithtrain.tape import Chunk, Closures, Head, Labels, Stats, Tape, Traffic
+from pithtrain.spec import DistributedSection, Mesh
+from pithtrain.tape import Closures, Head, Labels, Stage, Stats, Tape, Traffic
 from pithtrain.world import Place, connect
 from reference import assert_near, leaves, make_weight, moe, poisoned_memory, random
 
@@ -67,8 +67,8 @@ class Model:
     def embedding(self) -> Weight:
         return self.weights["model.embed_tokens.weight"]
 
-    def chunk(self, layers: tuple[Layer, ...], *, first: bool = False, last: bool = False) -> Chunk:
-        return Chunk(layers, self.embedding if first else None, self.head if last else None)
+    def chunk(self, layers: tuple[Layer, ...], *, first: bool = False, last: bool = False) -> Stage:
+        return Stage(layers, self.embedding if first else None, self.head if last else None)
 
     def take_grads(self) -> dict[str, Tensor]:
         """A copy of every main gradient, which is then zero."""
@@ -113,7 +113,7 @@ def make_model(dtype: torch.dtype, traffic: Traffic | None = None, ep: int = 0, 
     return Model(weights, tuple(layers), head, traffic)
 
 
-def input_of(chunk: Chunk, seed: int, dtype: torch.dtype) -> Tensor:
+def input_of(chunk: Stage, seed: int, dtype: torch.dtype) -> Tensor:
     if chunk.embedding is not None:
         return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(seed))
     return random(seed, B, S, H, dtype=dtype)
@@ -133,19 +133,19 @@ Forward = Generator[None, None, tuple[Tensor | None, Tape]]
 Backward = Generator[Closures, None, Tensor | None]
 
 
-def ahead(model: Model, chunk: Chunk, seed: int, dtype: torch.dtype, stats: Stats | None = None) -> Forward:
+def ahead(model: Model, chunk: Stage, seed: int, dtype: torch.dtype, stats: Stats | None = None) -> Forward:
     labels = labels_of(seed, dtype) if chunk.head is not None else None
     return tape.forward(chunk, input_of(chunk, seed, dtype), model.traffic, labels, stats or new_stats(dtype))
 
 
-def back(chunk: Chunk, left: Tape, seed: int, dtype: torch.dtype) -> Backward:
+def back(chunk: Stage, left: Tape, seed: int, dtype: torch.dtype) -> Backward:
     return tape.backward(chunk, left, random(seed + 2, B, S, H, dtype=dtype) if chunk.head is None else None)
 
 
 # ---- against one graph -----------------------------------------------------------------------------------------------
 
 
-def by_autograd(model: Model, chunk: Chunk, seed: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def by_autograd(model: Model, chunk: Stage, seed: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """(loss, gradients by name, dh of the input or an empty tensor) of a chunk, from plain float64 autograd."""
     parameters = dict(zip(model.weights, leaves(*(w.data for w in model.weights.values())), strict=True))
 
@@ -235,7 +235,7 @@ def test_the_embedding_adds_up_repeated_tokens() -> None:
 
 
 def lone_and_paired(
-    model: Model, forward: Chunk, backward: Chunk, dtype: torch.dtype
+    model: Model, forward: Stage, backward: Stage, dtype: torch.dtype
 ) -> list[tuple[Tensor | None, Tensor | None, dict[str, Tensor], Stats]]:
     """(h, dh, gradients, statistics) of forward chunk beside backward chunk: one after the other, and as a pair. The
     backward of the chunk that went forward is played too, so that its tape is compared."""
@@ -264,7 +264,7 @@ def assert_same(a: Tensor | None, b: Tensor | None, what: str = "") -> None:
     assert a is None or b is None or torch.equal(a, b), what
 
 
-def check_pair(model: Model, forward: Chunk, backward: Chunk, dtype: torch.dtype) -> None:
+def check_pair(model: Model, forward: Stage, backward: Stage, dtype: torch.dtype) -> None:
     lone, paired = lone_and_paired(model, forward, backward, dtype)
     assert_same(lone[0], paired[0], "h")
     assert_same(lone[1], paired[1], "dh")
@@ -275,7 +275,7 @@ def check_pair(model: Model, forward: Chunk, backward: Chunk, dtype: torch.dtype
         assert_same(getattr(lone[3], field), getattr(paired[3], field), field)
 
 
-def pairs_of(model: Model, forward_layers: int, backward_layers: int) -> list[tuple[Chunk, Chunk]]:
+def pairs_of(model: Model, forward_layers: int, backward_layers: int) -> list[tuple[Stage, Stage]]:
     """The two pairs of P = 1, F0 with B1 and F1 with B0, and a middle chunk with itself and with another."""
     early = model.layers[:7]
     late = model.layers[7:]
@@ -304,7 +304,7 @@ def test_a_pair_is_bitwise_two_lone_runs(model: Model, forward_layers: int, back
 @torch.no_grad()
 def pair_job(place: Place, sizes: list[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Pairs over two expert-parallel ranks; returns the gradients of one lone chunk."""
-    with connect(place, Mesh(pp=1, dp=1, cp=1, ep=place.world_size), "cpu", 60, 60) as world:
+    with connect(place, Mesh(pp=1, dp=1, cp=1, ep=place.world_size), "cpu", DistributedSection()) as world:
         lanes = Lane(world.ep_fwd_group, CPU), Lane(world.ep_bwd_group, CPU)
         model = make_model(torch.float32, Traffic(EXPERTS, *lanes, dedup=True), place.rank)
         for forward_layers, backward_layers in sizes:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from harness import MODEL, Pool, make_spec
 from pithtrain import checkpoint, rundir
@@ -17,6 +18,7 @@ from pithtrain.rundir import RunDir
 from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
 from pithtrain.train import Outcome, learning_rate, run
 from pithtrain.world import Place, connect
+from pithtrain.zero import Zero
 from test_data import make
 
 STEPS = 9
@@ -64,9 +66,10 @@ def trained(folder: Path, spec: RunSpec, step: int) -> dict[str, np.ndarray]:
     """Masters and moments of a checkpoint, whole, whatever mesh wrote them."""
     alone = {**spec.model_dump(mode="json"), "parallelism": {}, "slurm": {}}
     one = from_dict(alone)
-    with connect(Place(0, 1, 0, "", 1), one.mesh, "cpu", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), one.mesh, "cpu", one.distributed) as world:
         zero = build(one, world).zero
-        checkpoint.load(checkpoint.folder(RunDir(folder).checkpoints, step), zero, world, {})
+        path = checkpoint.folder(RunDir(folder).checkpoints, step)
+        checkpoint.load(path, zero, world, checkpoint.read(path))
         return {
             f"{kind} {name}": getattr(one, kind).numpy()
             for name, one in zero.sharded.items()
@@ -136,7 +139,7 @@ def test_resume_on_another_mesh_goes_on_as_if_nothing_happened(pool: Pool, corpu
         assert norm == pytest.approx(want_norm, rel=1e-4), step
 
 
-def test_resume_names_another_run_or_never(pool: Pool, corpus: Path, tmp_path: Path) -> None:
+def test_resume_names_another_run(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """A path is where a fresh run begins; its own progress wins from then on (case 16)."""
     spec = train_spec(corpus)
     train(pool, spec, tmp_path / "a", stop_after=4)
@@ -145,9 +148,6 @@ def test_resume_names_another_run_or_never(pool: Pool, corpus: Path, tmp_path: P
     assert [step for step, *_ in numbers(tmp_path / "b")] == [5, 6]
     train(pool, other, tmp_path / "b", stop_after=1)
     assert [step for step, *_ in numbers(tmp_path / "b")] == [5, 6, 7]
-    never = from_dict({**spec.model_dump(mode="json"), "resume": "never"})
-    train(pool, never, tmp_path / "b", stop_after=1)
-    assert [step for step, *_ in numbers(tmp_path / "b")] == [1]
 
 
 def alone(spec: RunSpec, folder: Path) -> Outcome:
@@ -194,12 +194,28 @@ def test_non_finite_gradient_stops_the_run_and_keeps_the_last_checkpoint(corpus:
     alone(spec, tmp_path)
     huge = from_dict({**spec.model_dump(mode="json"), "optimizer": {"lr": 1e38}})
     raised = {**huge.model_dump(mode="json"), "training": {**spec.training.model_dump(mode="json"), "max_steps": 9}}
-    with pytest.raises(NotFiniteError, match="gradient norm was not finite"):
+    with pytest.raises(NotFiniteError, match=r"at step 5, and at 1 of the steps up to 5; .* step 5 is saved"):
         alone(from_dict(raised), tmp_path)
-    newest = checkpoint.newest(RunDir(tmp_path).checkpoints, pytest.fail)
-    assert newest is not None
-    content = json.loads((newest / checkpoint.MARKER).read_text())
-    assert content["step"] == content["updates"] >= 3
+    marks = [json.loads(p.read_text()) for p in sorted(RunDir(tmp_path).checkpoints.glob(f"*/{checkpoint.MARKER}"))]
+    assert [(mark["step"], mark["updates"]) for mark in marks] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)]
+
+
+def test_a_skipped_step_loses_no_other(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logged every 5 steps and saved at the end only: a NaN at step 2 is found at 5, where the sound state is saved."""
+    spec = train_spec(corpus, training={"max_steps": 9}, logging={"interval": 5})
+    grad_norm, calls = Zero.grad_norm, 0
+
+    def spoiled(self: Zero) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return grad_norm(self) * (float("nan") if calls == 2 else 1.0)
+
+    monkeypatch.setattr(Zero, "grad_norm", spoiled)
+    with pytest.raises(NotFiniteError, match=r"at step 2, and at 1 of the steps up to 5"):
+        alone(spec, tmp_path)
+    assert all(np.isfinite(tensor).all() for tensor in trained(tmp_path, spec, 5).values())
+    monkeypatch.undo()
+    assert alone(spec, tmp_path) == Outcome(9, finished=True)
 
 
 def test_ids_beyond_the_vocabulary_are_refused(corpus: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pithtrain.build import build, initialise
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
+from pithtrain.zero import Sharded
 
 STEPS = 4
 LR = 3e-3
@@ -20,7 +21,7 @@ def trajectory_job(place: Place, fields: dict[str, Any]) -> list[tuple[Shards, S
     """Per step: gradients, masters after it, norm."""
     spec = from_dict(fields)
     found = []
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         for step in range(STEPS):
             batches = batches_of(spec, engine, step)
@@ -37,7 +38,7 @@ def test_update_is_adamw_with_a_global_clip(pool: Pool, mesh: tuple[int, int, in
     spec = make_spec(*mesh, training=training, optimizer={"weight_decay": 0.3})
     parts = pool.run(spec.world_size, trajectory_job, spec.model_dump(mode="json"))
     table = {info.name: info for info in spec.model.config.parameters()}
-    with connect(Place(0, 1, 0, "", 1), from_dict(make_spec().model_dump(mode="json")).mesh, "cpu", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), make_spec().mesh, "cpu", spec.distributed) as world:
         start = build(make_spec(training=training), world)
         params = {n: torch.nn.Parameter(one.master.clone()) for n, one in start.zero.sharded.items()}
     o = spec.optimizer
@@ -66,7 +67,7 @@ def test_update_is_adamw_with_a_global_clip(pool: Pool, mesh: tuple[int, int, in
 def test_decay_reaches_matrices_alone() -> None:
     """Case 111: zero gradients, so whatever shrinks was decayed."""
     spec = make_spec(model={"attention_bias": True}, optimizer={"weight_decay": 0.5})
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         for one in engine.zero.sharded.values():
             one.master.fill_(1.0)
@@ -79,7 +80,7 @@ def test_decay_reaches_matrices_alone() -> None:
 def nan_job(place: Place, fields: dict[str, Any]) -> tuple[float, int, bool]:
     """One rank's gradient has a NaN: (skipped, updates, whether the masters stayed as they were)."""
     spec = from_dict(fields)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         train_step(engine, spec, batches_of(spec, engine, 0), LR)
         before = [one.master.clone() for one in engine.zero.sharded.values()]
@@ -100,7 +101,7 @@ def test_a_nan_on_one_rank_skips_the_update_on_all(pool: Pool) -> None:
 def test_missing_contribution_is_noticed() -> None:
     """A weight gradient that never arrives, or arrives twice, is an assertion and not a wrong update."""
     spec = make_spec()
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", 60, 60) as world:
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         engine.zero.begin_step(spec.num_micro_batches + 1)
         batches = batches_of(spec, engine, 0)
@@ -117,7 +118,7 @@ def test_missing_contribution_is_noticed() -> None:
 
 def init_job(place: Place, fields: dict[str, Any]) -> Shards:
     spec = from_dict(fields)
-    with connect(place, spec.mesh, "cpu", 60, 60) as world:
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         initialise(engine.zero, spec.training.seed)
         return shards(engine, lambda p: p.master)
@@ -136,3 +137,36 @@ def test_initial_weights_do_not_depend_on_the_mesh(pool: Pool) -> None:
     matrices = [t.reshape(8, -1) for n, t in want.items() if n.endswith("experts.down_proj")]
     experts = np.concatenate(matrices)
     assert len(np.unique(experts, axis=0)) == len(experts)
+
+
+def overlap_job(place: Place, fields: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of parameters whose reduction starts before the last action of a step, and of those after."""
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
+        engine = build(spec, world)
+        actions = engine.pipeline._actions
+        reduced: list[tuple[int, str]] = []
+        begun = 0
+        communicate, reduce = engine.pipeline._communicate, Sharded.reduce
+
+        def counting(*args: Any) -> None:  # called once before each action
+            nonlocal begun
+            begun += 1
+            communicate(*args)
+
+        def recording(self: Sharded) -> Any:
+            reduced.append((begun, self.info.name))
+            return reduce(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.pipeline, "_communicate", counting)
+            patch.setattr(Sharded, "reduce", recording)
+            first_gradients(spec, engine, batches_of(spec, engine, 0))
+        early = [name for turn, name in reduced if turn < len(actions)]
+        return early, [name for turn, name in reduced if turn >= len(actions)]
+
+
+def test_reductions_start_while_other_layers_still_compute(pool: Pool) -> None:
+    spec = make_spec(2, 2, 1, model={"num_hidden_layers": 8})
+    for early, late in pool.run(4, overlap_job, spec.model_dump(mode="json")):
+        assert len(early) >= len(late) > 0, f"only {early} are reduced before the last action"

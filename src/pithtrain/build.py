@@ -19,10 +19,11 @@ from pithtrain.ops.router import Balance
 from pithtrain.pipeline import Pipeline
 from pithtrain.plan import partition
 from pithtrain.spec import RunSpec
-from pithtrain.tape import Chunk, Head, Traffic
+from pithtrain.tape import Head, Stage, Traffic
 from pithtrain.world import World
 from pithtrain.zero import AdamW, Zero
 
+# the names that every model gives to the three parameters outside its layers
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -62,12 +63,11 @@ def build(spec: RunSpec, world: World) -> Engine:
     layers = partition(config, world.mesh.pp, spec.training.sequence_length)
     held = {layer for stage in stages for layer in layers[stage]}
     table = [info for info in config.parameters() if info.layer in held or (info.layer is None and world.pp == 0)]
-    tied = config.tie_word_embeddings
-    zero = Zero(table, world, dtype, uses=lambda name: 2 if tied and name == EMBEDDING else 1)
+    zero = Zero(table, world, dtype, tied=EMBEDDING if config.tie_word_embeddings else None)
     initialise(zero, spec.training.seed)
 
     weights = zero.weights
-    chunks = tuple(_chunk(spec, world, stage, last, layers[stage], weights) for stage in stages)
+    built = tuple(_build_stage(spec, world, stage, last, layers[stage], weights) for stage in stages)
     traffic = Traffic(
         config.num_experts,
         Lane(world.ep_fwd_group, world.device),
@@ -76,7 +76,7 @@ def build(spec: RunSpec, world: World) -> Engine:
     )
     training = spec.training
     hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
-    pipeline = Pipeline(world, (chunks[0], chunks[1]), traffic, hidden, dtype, spec.num_micro_batches)
+    pipeline = Pipeline(world, (built[0], built[1]), traffic, hidden, dtype, spec.num_micro_batches)
     o = spec.optimizer
     return Engine(world, zero, pipeline, AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay), dtype)
 
@@ -93,16 +93,16 @@ def initialise(zero: Zero, seed: int) -> None:
     zero.publish()
 
 
-def _chunk(
+def _build_stage(
     spec: RunSpec, world: World, stage: int, last: int, layers: tuple[int, ...], weights: Mapping[str, Weight]
-) -> Chunk:
+) -> Stage:
     config, training = spec.model.config, spec.training
     module = load_model(spec.model.architecture)
     wide = accumulate_dtype(compute_dtype(spec, world.device))
     tables = module.rope(config, training.sequence_length, world.device, wide)
     coef = spec.moe.aux_loss_coef if spec.moe.load_balance_type == "aux_loss" else 0.0
     balance = Balance(coef, training.global_batch_size * training.sequence_length)
-    return Chunk(
+    return Stage(
         layers=tuple(module.build_layer(config, layer, weights, tables, balance) for layer in layers),
         embedding=weights[EMBEDDING] if stage == 0 else None,
         head=_head(config, weights) if stage == last else None,

@@ -1,14 +1,15 @@
 """Full state on disk: canonical names, whole shapes, any mesh in and out.
 
     checkpoints/step-00000100/
-        checkpoint.json     written last: step, samples, model, tokenizer, mesh, versions
+        checkpoint.json     written last: step, samples, model, tokenizer, mesh, versions, the size of every other file
         .metadata *.distcp  torch.distributed.checkpoint
 
 A save writes into `step-00000100.partial`, where all ranks put their shards of master, exp_avg and exp_avg_sq as
 DTensors of the whole shape; rank 0 then adds checkpoint.json, flushes it, and one rename makes the checkpoint visible.
-What lacks checkpoint.json or still ends in `.partial` is incomplete: readers skip it and say so. Experts are one
-[E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by dp x cp x ep. Loading
-cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
+What lacks checkpoint.json, holds a file of another size, or still ends in `.partial` is incomplete: readers skip it and
+say so. A step that is saved again first moves the old one to `.old`, which counts until the new one stands. Experts
+are one [E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by dp x cp x ep.
+Loading cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
 
 Cost: 12 bytes per parameter written, each exactly once over all ranks.
 """
@@ -26,16 +27,21 @@ import torch
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from pithtrain.errors import CheckpointError
+from pithtrain.errors import CheckpointError, RunFailed
 from pithtrain.world import World
 from pithtrain.zero import Sharded, Zero
 
 FORMAT = 1
 MARKER = "checkpoint.json"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(\.old)?")
+
+
+class IncompleteError(CheckpointError):
+    """A checkpoint whose save did not end, or that has lost a part since."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,14 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
         shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
         partial.mkdir(parents=True)
     world.barrier()
-    dcp_saver.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
+    try:
+        dcp_saver.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
+    except CheckpointException as error:
+        raise RunFailed(f"{final} cannot be written ({_causes(error)}); older checkpoints are intact") from error
     if world.rank == 0:
         facts = {"updates": zero.updates, "mesh": asdict(world.mesh), "torch": torch.__version__}
-        content = {"format": FORMAT, **asdict(position), **facts, **about}
+        files = {file.name: file.stat().st_size for file in partial.iterdir()}
+        content = {"format": FORMAT, **asdict(position), **facts, **about, "files": files}
         with (partial / MARKER).open("w") as file:
             json.dump(content, file, indent=2)
             file.flush()
@@ -76,17 +86,23 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
 
 
 def newest(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
-    """The complete checkpoint with the highest step, or None. `report` hears of each one that is skipped, and why."""
-    found: list[tuple[int, Path]] = []
+    """The complete checkpoint with the highest step, or None. `report` hears of each one that is skipped, and why.
+
+    Raises CheckpointError for one that another version wrote: going on without it would lose its steps.
+    """
+    found: list[tuple[int, bool, Path]] = []
     for path in sorted(checkpoints.glob("step-*")):
         match = _NAME.fullmatch(path.name)
         if match is None:
             report(f"{path.name} is not a checkpoint: its name is not step-<number>")
-        elif _read(path) is None:
-            report(f"{path.name} is incomplete: it has no readable {MARKER}")
+            continue
+        try:
+            read(path)
+        except IncompleteError as error:
+            report(str(error))
         else:
-            found.append((int(match[1]), path))
-    return max(found)[1] if found else None
+            found.append((int(match[1]), match[2] is None, path))
+    return max(found)[2] if found else None
 
 
 def resolve(path: str, report: Callable[[str], None]) -> Path:
@@ -100,25 +116,53 @@ def resolve(path: str, report: Callable[[str], None]) -> Path:
     return found
 
 
-def load(path: Path, zero: Zero, world: World, about: dict[str, Any]) -> Position:
-    """Read masters and optimizer state into this rank's shards, whatever mesh wrote them; publish the weights.
+def read(path: Path) -> dict[str, Any]:
+    """The marker of a complete checkpoint. Raises IncompleteError, or CheckpointError for another format."""
+    try:
+        content = json.loads((path / MARKER).read_text())
+        files: dict[str, int] = content["files"]
+        written_by = content["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise IncompleteError(f"{path.name} is incomplete: it has no readable {MARKER}") from None
+    if written_by != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {written_by}, this version reads {FORMAT}: load it with its own version"
+        )
+    for name, size in files.items():
+        file = path / name
+        have = file.stat().st_size if file.exists() else None
+        if have != size:
+            raise IncompleteError(f"{path.name} is incomplete: {name} has {have} bytes of {size}")
+    return content
 
-    Raises CheckpointError when the checkpoint is incomplete, or its model or tokenizer is another one.
-    """
-    content = _read(path)
-    if content is None:
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no readable {MARKER}")
+
+def check(path: Path, content: dict[str, Any], about: dict[str, Any]) -> None:
+    """Raises CheckpointError when the checkpoint's model or tokenizer is not that of `about`."""
     problems = [
         f"{key}: the checkpoint has {theirs!r}, the spec {ours!r}"
-        for kind in ("model", "tokenizer")
-        if kind in about  # only the ranks that read data know the tokenizer
+        for kind in about
         for key, theirs, ours in _differences(kind, content.get(kind), about[kind])
     ]
     if problems:
         raise CheckpointError("\n  ".join([f"{path} is of another run and cannot be resumed:", *problems]))
-    dcp_loader.load(_state(zero, world), checkpoint_id=path, process_group=world.control_group)
+
+
+def load(path: Path, zero: Zero, world: World, content: dict[str, Any]) -> Position:
+    """Read masters and optimizer state into this rank's shards, whatever mesh wrote them; publish the weights.
+
+    `content`: what `read` answered. Raises CheckpointError when a file cannot be read.
+    """
+    try:
+        dcp_loader.load(_state(zero, world), checkpoint_id=path, process_group=world.control_group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path} cannot be read ({_causes(error)}); remove it to take the one before") from error
     zero.loaded(content["updates"])
     return Position(content["step"], content["samples"])
+
+
+def _causes(error: CheckpointException) -> str:
+    """torch's exception is no `Exception` and holds the ranks' own."""
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
 
 
 def _differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
@@ -126,14 +170,6 @@ def _differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]
         keys = sorted({*theirs, *ours})
         return [item for k in keys for item in _differences(f"{key}.{k}", theirs.get(k), ours.get(k))]
     return [] if theirs == ours else [(key, theirs, ours)]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads((path / MARKER).read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
 
 
 def _state(zero: Zero, world: World) -> dict[str, Any]:
@@ -174,6 +210,7 @@ def _replace(final: Path, partial: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
+    _sync_folder(partial)
     partial.rename(final)
     _sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Plays a schedule: activations in and out, forwards, backwards, overlapped pairs, and weight gradients put aside.
 
 `schedule` decides what happens when; this file only knows how. Before each action its grouped batch of sends and
-receives is launched; an action that computes waits for the batches launched so far, W waits for none. What a chunk
+receives is launched; an action that computes waits for the batches launched so far, W waits for none. What a stage
 sends was produced by it alone, and is kept until its batch has been waited for.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pithtrain.schedule import P2P, Action, dualpipev
 from pithtrain.tape import (
-    Chunk,
     Closures,
     Labels,
+    Stage,
     Stats,
     Tape,
     Traffic,
@@ -54,12 +54,12 @@ class _Step:
 
 
 class Pipeline:
-    """This rank's two chunks and the actions it plays with them each step."""
+    """This rank's two stages and the actions it plays with them each step."""
 
     def __init__(
         self,
         world: World,
-        chunks: tuple[Chunk, Chunk],
+        stages: tuple[Stage, Stage],
         traffic: Traffic,
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
@@ -67,7 +67,7 @@ class Pipeline:
     ):
         """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. Needs micro_batches >= 2 pp."""
         self._world = world
-        self._chunks = chunks
+        self._stages = stages
         self._traffic = traffic
         self._hidden_shape = hidden_shape
         self._dtype = dtype
@@ -76,7 +76,8 @@ class Pipeline:
 
     @torch.no_grad()
     def step(self, batches: Sequence[MicroBatch], scale: Tensor, stats: Stats) -> None:
-        """All forwards and backwards of a step: main gradients hold their sums when it returns, `stats` the losses.
+        """All forwards and backwards of a step. When it returns, `stats` holds this rank's losses, and the sums of main
+        gradients over ranks are in flight (`Zero.grad_norm` waits for them).
 
         `batches`: one per micro-batch on pipeline rank 0, empty elsewhere. `scale`: one over the valid tokens of the
         global batch, a device scalar.
@@ -106,34 +107,38 @@ class Pipeline:
         assert not any(left), f"a step left {[len(x) for x in left]} inputs, outputs, tapes and bundles behind"
 
     def _forward(self, step: _Step, fwd: tuple[int, int]) -> Generator[None, None, tuple[Tensor | None, Tape]]:
-        phase, chunk = fwd
-        model = self._chunks[phase]
-        x = step.batches[chunk].tokens if model.embedding is not None else step.incoming.pop((f"F{phase}", chunk))
-        labels = Labels(step.batches[chunk].labels, step.scale) if model.head is not None else None
-        return forward(model, x, self._traffic, labels, step.stats)
+        phase, micro_batch = fwd
+        stage = self._stages[phase]
+        x = (
+            step.batches[micro_batch].tokens
+            if stage.embedding is not None
+            else step.incoming.pop((f"F{phase}", micro_batch))
+        )
+        labels = Labels(step.batches[micro_batch].labels, step.scale) if stage.head is not None else None
+        return forward(stage, x, self._traffic, labels, step.stats)
 
     def _forward_done(self, step: _Step, fwd: tuple[int, int], result: tuple[Tensor | None, Tape]) -> None:
-        phase, chunk = fwd
+        phase, micro_batch = fwd
         h, step.tapes[fwd] = result
         if phase == 0 and self._last:
             assert h is not None, "stage P-1 is not the model's last"
-            step.incoming["F1", chunk] = h  # the turn: stage P is on this rank
+            step.incoming["F1", micro_batch] = h  # the turn: stage P is on this rank
         elif h is not None:
-            step.outgoing[f"F{phase}", chunk] = h
+            step.outgoing[f"F{phase}", micro_batch] = h
 
     def _backward(self, step: _Step, bwd: tuple[int, int]) -> Generator[Closures, None, Tensor | None]:
-        phase, chunk = bwd
-        model = self._chunks[phase]
-        dh = None if model.head is not None else step.incoming.pop((f"B{phase}", chunk))
-        return backward(model, step.tapes.pop(bwd), dh)
+        phase, micro_batch = bwd
+        stage = self._stages[phase]
+        dh = None if stage.head is not None else step.incoming.pop((f"B{phase}", micro_batch))
+        return backward(stage, step.tapes.pop(bwd), dh)
 
     def _backward_done(self, step: _Step, bwd: tuple[int, int], dx: Tensor | None) -> None:
-        phase, chunk = bwd
+        phase, micro_batch = bwd
         if phase == 1 and self._last:
             assert dx is not None, "stage P is not the model's first"
-            step.incoming["B0", chunk] = dx  # the turn
+            step.incoming["B0", micro_batch] = dx  # the turn
         elif dx is not None:
-            step.outgoing[f"B{phase}", chunk] = dx
+            step.outgoing[f"B{phase}", micro_batch] = dx
 
     def _communicate(self, step: _Step, messages: tuple[P2P, ...]) -> None:
         """Launch one grouped batch, in the schedule's order: messages of a pair of ranks match first in, first out."""

@@ -17,6 +17,8 @@ lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
 type, whole main gradients, a shard of masters and two moments. Activations are not in it.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -35,45 +37,33 @@ def _search(layers: Sequence[float], head: float, pp: int, cap: float, pairs: bo
     """The best cut with no rank above `cap`: by the slowest rank, or (`pairs`) by the sum of squares above.
 
     None when there is no cut under this cap. Costs are FLOPs; layers are numbered from the front."""
-    count = len(layers)
-    before = [0.0]
-    for cost in layers:
-        before.append(before[-1] + cost)
-    memo: dict[tuple[int, int, int], Cut | None] = {}
+    before = [0.0, *itertools.accumulate(layers)]
 
+    @functools.cache
     def best(rank: int, front: int, back: int) -> Cut | None:
-        """Ranks `rank`..pp-1 share the layers from `front` up to the last `back`."""
+        """Ranks `rank`..pp-1 share the layers `front`..`back`-1."""
         if rank == pp:
-            return (0.0, ()) if front + back == count else None
-        state = (rank, front, back)
-        if state in memo:
-            return memo[state]
+            return (0.0, ()) if front == back else None
         found: Cut | None = None
-        end = count - back
         extra = head if rank == 0 else 0.0
-        for a in range(end - front + 1):
-            first = before[front + a] - before[front]
+        for i in range(front, back + 1):
+            first = before[i] - before[front]
             if first + extra > cap:
                 break
-            for b in range(end - front - a + 1):
-                second = before[end] - before[end - b] + extra
+            for j in range(back, i - 1, -1):
+                second = before[back] - before[j] + extra
                 if first + second > cap:
                     break
-                if before[end - b] - before[front + a] > cap * (pp - rank - 1):
+                if before[j] - before[i] > cap * (pp - rank - 1):
                     continue  # more is left than the other ranks can take
-                rest = best(rank + 1, front + a, back + b)
-                if rest is not None:
-                    score = (
-                        rest[0] + (first - second) ** 2 + (first + second) ** 2 / 4
-                        if pairs
-                        else max(rest[0], first + second)
-                    )
+                if rest := best(rank + 1, i, j):
+                    squares = rest[0] + (first - second) ** 2 + (first + second) ** 2 / 4
+                    score = squares if pairs else max(rest[0], first + second)
                     if found is None or score < found[0] * (1 - 1e-12):
-                        found = (score, ((a, b), *rest[1]))
-        memo[state] = found
+                        found = (score, ((i - front, back - j), *rest[1]))
         return found
 
-    return best(0, 0, 0)
+    return best(0, 0, len(layers))
 
 
 def partition(config: ModelConfig, pp: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
@@ -87,9 +77,9 @@ def partition(config: ModelConfig, pp: int, sequence_length: int) -> tuple[tuple
         cap *= GROWTH
     cut = _search(layers, head, pp, fastest[0] * SLACK, pairs=True)
     assert cut is not None, "the cut found under this cap is gone"
+    numbers = iter(range(len(layers)))
     sizes = [a for a, _ in cut[1]] + [b for _, b in reversed(cut[1])]
-    starts = [sum(sizes[:stage]) for stage in range(2 * pp)]
-    return tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+    return tuple(tuple(itertools.islice(numbers, size)) for size in sizes)
 
 
 @dataclass(frozen=True)

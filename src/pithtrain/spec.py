@@ -4,12 +4,12 @@ Why one strict spec. A run that trains on a default because a key was mistyped c
 string becomes a number, and what cannot work is refused here, on a login node, in 0.2 s and without torch.
 
 - **Text.** YAML 1.2's core rules: `1e-4` is a float, `off` and `12:30` are strings, `true` is no number. A key given
-  twice is refused with both lines. Whole-number fields take `1e3` as well. `--set` reads its value by the same rules.
+  twice is refused with both lines. Whole-number fields take `1e3` as well. `--set` and config.json are read alike.
 - **Types.** pydantic, frozen and strict, unknown keys refused with the nearest valid one or the section it belongs to.
   Relative paths are taken against the caller's directory and stored absolute.
-- **Arithmetic.** `CHECKS` holds the rules between sections: each is a function from the sections it names to a list of
-  problems, so that a mistake in one section does not hide those in others. A check never changes what it checks.
-- **Not built yet.** Keys of features to come exist, with their "off" default; any other value is refused (`NOT_BUILT`).
+- **Rules.** The arithmetic between sections is in functions whose parameters are the sections they read, so that a
+  mistake in one section does not hide those in others. A check never changes what it checks.
+- **Not built yet.** Keys of features to come exist, made by `_later`; any other value than their "off" is refused.
 
 Worked example, a mesh of four ranks with 16 sequences a step, one per micro-batch:
 
@@ -22,298 +22,51 @@ Worked example, a mesh of four ranks with 16 sequences a step, one per micro-bat
 
 import difflib
 import hashlib
+import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
+import pydantic
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SkipValidation,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
+from pydantic.fields import FieldInfo
 
 from pithtrain.errors import ABSENT, Problem, SpecError, show
 from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, load_ignored, only
 
 Count = Annotated[Integer, Field(ge=0)]
+Coefficient = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+Written = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]  # often as a bare number, such as 90 minutes
+Lines = Annotated[tuple[str, ...], Field(strict=False)]
+Problems = Iterator[Problem]
 
 
 def _absolute(value: object) -> object:
     return Path(os.path.abspath(os.path.expanduser(value))) if isinstance(value, str | Path) and str(value) else value
 
 
-Location = Annotated[Path, BeforeValidator(_absolute)]
-"""A path; a relative one is taken against the caller's directory."""
+def _resume(value: object) -> object:
+    return value if value in ("auto", "") or not isinstance(value, str) else str(_absolute(value))
 
 
-def _text(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+Location = Annotated[Path, BeforeValidator(_absolute)]  # a relative one is taken against the caller's directory
 
 
-# ---------------------------------------------------------------------------------------------------- the sections
+def _key(default: Any, description: str, **limits: Any) -> Any:
+    """A key that may be left out."""
+    return Field(default=default, description=description, **limits)
 
 
-class ModelSection(Strict):
-    """Which model, and its numbers. In YAML the HF fields stand beside `architecture`, or in `config_file`."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    architecture: str = Field(description="a folder of pithtrain/models, or the path of one outside the package")
-    config: SkipValidation[ModelConfig] = Field(description="an instance of that folder's class Config")
-
-    @model_serializer
-    def _inline(self) -> dict[str, object]:
-        return {"architecture": self.architecture, **cast(BaseModel, self.config).model_dump(mode="json")}
-
-
-class ParallelismSection(Strict):
-    """How the world is cut; data parallel is what is left of it."""
-
-    pipeline_parallel_size: Positive = Field(default=1, description="pp, ranks of a pipeline, two stages each")
-    expert_parallel_size: Positive = Field(default=1, description="ep, ranks that share the experts of a layer")
-    context_parallel_size: Positive = Field(default=1, description="cp, ranks that share a sequence")
-
-
-class TrainingSection(Strict):
-    """The step."""
-
-    max_steps: Positive = Field(description="optimizer steps; may be raised at a resume")
-    micro_batch_size: Positive = Field(description="sequences of one forward on one rank")
-    global_batch_size: Positive = Field(description="sequences of one step, over all ranks")
-    sequence_length: Positive = Field(description="tokens of a sequence")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="global norm to clip at; null does not clip")
-    seed: Count = Field(default=0, lt=2**63, description="of the initial weights and the data order")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
-    compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
-        default="auto", description="auto: bfloat16 on cuda, float32 on cpu; float64 on cpu is for proofs"
-    )
-    z_loss_coef: float = Field(default=0.0, ge=0, description="of the LM head's log partition function squared")
-    deterministic: bool = Field(default=False, description="bitwise reruns on a GPU too, at the cost of slower kernels")
-
-
-class OptimizerSection(Strict):
-    """The update."""
-
-    type: Literal["adamw", "muon"] = Field(default="adamw", description="muon: matrices only, the rest stays adamw")
-    lr: float = Field(gt=0, description="peak learning rate")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.95), strict=False, description="decay of the first and the second moment"
-    )
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="per step and unit of lr, on matrices only")
-    moments_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="type of the two moments")
-
-
-class LrSchedulerSection(Strict):
-    """The learning rate over steps counted from 1. linear and cosine reach min_lr at decay_steps, warm-up included;
-    wsd falls to it over its last decay_steps."""
-
-    type: Literal["constant", "linear", "cosine", "wsd"] = Field(default="constant", description="shape after warm-up")
-    warmup_steps: Count = Field(default=0, description="steps of linear rise to lr")
-    decay_steps: Positive | None = Field(
-        default=None,
-        description="linear, cosine: step that reaches min_lr, default max_steps; wsd: length of the decay",
-    )
-    min_lr: float = Field(default=0.0, ge=0, description="where the decay ends")
-
-
-class MoeSection(Strict):
-    """Routing: balance, and how tokens travel to experts."""
-
-    load_balance_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
-        default="none", description="set of tokens over which expert shares are counted"
-    )
-    aux_loss_coef: float = Field(default=0.0, ge=0, description="of a loss that is 1 per layer when balanced")
-    z_loss_coef: float = Field(default=0.0, ge=0, description="of the router's log partition function squared")
-    bias_update_rate: float = Field(default=0.0, ge=0, description="per step, of the selection bias")
-    force_load_balance: bool = Field(default=False, description="tokens go round robin: for speed measurements only")
-    dispatch: Literal["dedup", "plain"] = Field(
-        default="dedup", description="a token travels once per rank; plain: once per expert, for comparison"
-    )
-    transport: Literal["nccl", "symmetric"] = Field(default="nccl", description="symmetric: NVLink copy engines")
-
-
-class Fp8Section(Strict):
-    """8-bit matrix products."""
-
-    enabled: bool = Field(default=False, description="off on Hopper unless measured to be faster")
-    recipe: Literal["blockwise", "rowwise", "mxfp8"] = Field(default="blockwise", description="what shares a scale")
-
-
-class CompileSection(Strict):
-    """torch.compile of the regions between communication edges."""
-
-    enabled: bool = Field(default=False, description="costs minutes at the first step")
-    mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(default="default", description="torch's modes")
-
-
-class ActivationCheckpointSection(Strict):
-    """Recomputing instead of keeping activations."""
-
-    mode: Literal["none", "selective", "full"] = Field(default="none", description="how much is computed again")
-
-
-class DataSource(Strict):
-    """One corpus of token shards."""
-
-    path: Location = Field(description="folder of shards written by `pithtrain tokenize`")
-    weight: float = Field(default=1.0, gt=0, description="share of the samples; the shares sum to 1")
-
-
-Sources = Annotated[tuple[DataSource, ...], Field(strict=False)]
-
-
-class DataSection(Strict):
-    """What is read."""
-
-    sources: Sources = Field(description="corpora to draw from")
-    tokenizer: Location | None = Field(default=None, description="tokenizer.json the corpus must have been made with")
-    document_mask: bool = Field(default=False, description="tokens see their own document only")
-    shuffle: bool = Field(default=True, description="a new order each epoch, a function of (seed, epoch)")
-    epochs: Positive = Field(default=1, description="passes over the corpus; a run that needs more is refused")
-    repeat: bool = Field(default=False, description="as many passes as max_steps needs, instead of epochs")
-
-
-class ValidationSection(Strict):
-    """Loss on held-out text."""
-
-    interval: Positive | None = Field(default=None, description="steps between validations; null: never")
-    steps: Positive | None = Field(default=None, description="batches of one validation")
-    sources: Sources = Field(default=(), description="corpora, each reported apart")
-
-
-class CheckpointSection(Strict):
-    """Full state on disk. The last step of a run is always saved."""
-
-    interval: Positive | None = Field(default=None, description="steps between saves; null: the last step alone")
-    keep_last: Positive | None = Field(default=None, description="newest checkpoints kept; null: all")
-    keep_interval: Positive | None = Field(default=None, description="steps whose multiples are kept for good")
-    async_save: bool = Field(default=False, description="write while training goes on")
-    export_hf: bool = Field(default=False, description="the last checkpoint in Hugging Face form too")
-
-
-class WandbSection(Strict):
-    """Weights & Biases."""
-
-    mode: Literal["online", "offline", "disabled"] = Field(default="disabled", description="a missing login only warns")
-    project: Text = Field(default="pithtrain", description="W&B project")
-    entity: Text | None = Field(default=None, description="W&B team; null: the login's own")
-    group: Text | None = Field(default=None, description="joins runs on a W&B page")
-    tags: tuple[Text, ...] = Field(default=(), strict=False, description="W&B tags")
-    name: Text | None = Field(default=None, description="null: the run's name")
-
-
-class LoggingSection(Strict):
-    """What is told while it runs."""
-
-    interval: Positive = Field(default=1, description="steps between lines")
-    wandb: WandbSection = Field(default=WandbSection(), description="Weights & Biases")
-
-
-class GuardsSection(Strict):
-    """When a number goes wrong."""
-
-    non_finite: Literal["stop", "skip"] = Field(default="stop", description="what a NaN or infinite loss or norm does")
-    loss_spike_sigma: float | None = Field(default=None, gt=0, description="standard deviations; null: no guard")
-    max_consecutive_skips: Positive = Field(default=10, description="skipped steps in a row after which the run stops")
-
-
-class ProfilingSection(Strict):
-    """A window of steps under a profiler."""
-
-    torch: bool = Field(default=False, description="torch.profiler traces")
-    nsys: bool = Field(default=False, description="ranges for Nsight Systems")
-    memory_snapshot: bool = Field(default=False, description="allocator history")
-    start_step: Positive | None = Field(default=None, description="first step of the window")
-    end_step: Positive | None = Field(default=None, description="last step of the window")
-    ranks: tuple[Count, ...] = Field(default=(0,), strict=False, description="ranks that profile")
-
-
-class DistributedSection(Strict):
-    """How long a collective may take."""
-
-    init_timeout_s: Positive = Field(default=600, description="seconds; longer than the slowest node's start")
-    train_timeout_s: Positive = Field(default=900, description="seconds; longer than the slowest first compile")
-    save_timeout_s: Positive = Field(default=1800, description="seconds; longer than the slowest checkpoint")
-    flight_recorder: bool = Field(default=False, description="the last collectives of each rank, written on a time-out")
-
-
-_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)|(?P<minutes>\d+)")
-
-
-def _minutes(time: str) -> int:
-    match = cast(re.Match[str], _TIME.fullmatch(time))
-    if match["minutes"]:
-        return int(match["minutes"])
-    seconds = (int(match["d"] or 0) * 24 + int(match["h"])) * 3600 + int(match["m"]) * 60 + int(match["s"])
-    return -(-seconds // 60)
-
-
-def _check_time(time: str) -> str:
-    if not _TIME.fullmatch(time) or _minutes(time) == 0:
-        raise ValueError("must be [D-]HH:MM:SS, as in 1-12:00:00, or whole minutes above 0, as in 90")
-    return time
-
-
-def _check_mem(mem: str) -> str:
-    if not re.fullmatch(r"\d+[KMGT]?", mem):
-        raise ValueError("must be a whole number with K, M, G or T, as in 64G; 0 is all of the node")
-    return mem
-
-
-def _check_scalar(value: object) -> object:
-    if not isinstance(value, str | int | float):
-        raise ValueError("must be a string, a number, true or false")
-    return value
-
-
-class SlurmSection(Strict):
-    """What is asked of Slurm, under sbatch's long option names; without Slurm, gpus_per_node processes run here."""
-
-    profile: Text | None = Field(default=None, description="a file of slurm/: facts of a place")
-    account: Text | None = Field(default=None, description="who pays")
-    partition: Text | None = Field(default=None, description="null: the cluster's default")
-    qos: Text | None = Field(default=None, description="quality of service")
-    time: Annotated[str, BeforeValidator(_text), AfterValidator(_check_time)] | None = Field(
-        default=None, description="[D-]HH:MM:SS or whole minutes; null: the partition's default"
-    )
-    nodes: Positive = Field(default=1, description="machines")
-    gpus_per_node: Positive = Field(default=1, description="ranks of a machine, one per GPU; processes on a CPU")
-    cpus_per_task: Positive | None = Field(default=None, description="cores of a rank; null: the cluster's default")
-    mem: Annotated[str, BeforeValidator(_text), AfterValidator(_check_mem)] = Field(
-        default="0", description="memory of a node; 0: all of it. Always sent: a cluster's default may block others"
-    )
-    constraint: Text | None = Field(default=None, description="features a node must have")
-    exclude: Text | None = Field(default=None, description="nodes not to use")
-    exclusive: bool = Field(default=False, description="no other job on our nodes")
-    signal_delay_s: Positive = Field(default=300, description="seconds before the time limit at which the run saves")
-    max_requeues: Count = Field(default=0, description="restarts after a crash")
-    setup: tuple[str, ...] = Field(default=(), strict=False, description="shell lines before the run")
-    env: dict[str, str] = Field(default={}, description="environment of the ranks")
-    additional_parameters: dict[str, Annotated[Any, AfterValidator(_check_scalar)]] = Field(
-        default={}, description="other sbatch options, with underscores"
-    )
-    srun_args: tuple[str, ...] = Field(default=(), strict=False, description="further arguments of srun")
-
-    @property
-    def time_minutes(self) -> int | None:
-        """The time limit in whole minutes, rounded up; None is the partition's default."""
-        return None if self.time is None else _minutes(self.time)
-
-
-# -------------------------------------------------------------------------------------------------- mesh and spec
+def _later(default: Any, description: str, *built: Any, **limits: Any) -> Any:
+    """A key of a feature to come: any value but its default, and those of its values that are `built`, is refused."""
+    return _key(default, description, json_schema_extra={"built": [default, *built]}, **limits)
 
 
 @dataclass(frozen=True)
@@ -342,31 +95,233 @@ class Mesh:
         return pp, dp, cp, ep
 
 
-def _resume(value: object) -> object:
-    return value if value in ("auto", "never") or not isinstance(value, str) or not value else str(_absolute(value))
+class ModelSection(Strict, arbitrary_types_allowed=True):
+    """Which model, and its numbers. In YAML the HF fields stand beside `architecture`, or in `config_file`."""
+
+    architecture: str = Field(description="a folder of pithtrain/models, or the path of one outside the package")
+    config: SkipValidation[ModelConfig] = Field(description="an instance of that folder's class Config")
+
+    @pydantic.model_serializer
+    def _inline(self) -> dict[str, object]:
+        return {"architecture": self.architecture, **cast(Strict, self.config).model_dump(mode="json")}
 
 
-def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError("names a folder: at most 100 letters, digits, '.', '_' or '-', the first a letter or digit")
-    return name
+class ParallelismSection(Strict):
+    """How the world is cut; data parallel is what is left of it."""
+
+    pipeline_parallel_size: Positive = _key(1, "pp, ranks of a pipeline, two stages each")
+    expert_parallel_size: Positive = _key(1, "ep, ranks that share the experts of a layer")
+    context_parallel_size: Positive = _later(1, "cp, ranks that share a sequence")
+
+    def mesh(self, world_size: int) -> Mesh:
+        """The grid of so many ranks; smaller than the world where these sizes do not divide it."""
+        pp, cp, ep = self.pipeline_parallel_size, self.context_parallel_size, self.expert_parallel_size
+        return Mesh(pp, world_size // (pp * cp * ep), cp, ep)
 
 
-class RunHead(Strict):
-    """The keys of a run that stand in no section."""
+class TrainingSection(Strict):
+    """The step."""
 
-    version: Annotated[Integer, only(1, "there is one format")] = Field(default=1, description="of this format")
-    name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run's directory is output_dir/name")
-    output_dir: Location = Field(default=Path("runs"), description="where run directories are made")
-    init_from: Location | None = Field(default=None, description="checkpoint whose weights alone are taken")
-    resume: Annotated[Text, BeforeValidator(_resume)] = Field(
-        default="auto", description="auto: this run's newest complete checkpoint if any; never; or the path of one"
+    max_steps: Positive = Field(description="optimizer steps; may be raised at a resume")
+    micro_batch_size: Positive = Field(description="sequences of one forward on one rank")
+    global_batch_size: Positive = Field(description="sequences of one step, over all ranks")
+    sequence_length: Positive = Field(description="tokens of a sequence")
+    max_grad_norm: float | None = _key(1.0, "global norm to clip at; null does not clip", gt=0)
+    seed: Count = _key(0, "of the initial weights and the data order", lt=2**63)
+    device: Literal["auto", "cpu", "cuda"] = _key("auto", "auto: cuda where there is one")
+    compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = _key(
+        "auto", "auto: bfloat16 on cuda, float32 on cpu; float64 on cpu is for proofs"
     )
+    z_loss_coef: Coefficient = _later(0.0, "of the LM head's log partition function squared")
+    deterministic: bool = _key(False, "bitwise reruns on a GPU too, at the cost of slower kernels")
 
 
-class RunSpec(RunHead):
-    """A run. Made by `load` or `from_dict`; one that breaks a rule of `CHECKS` cannot be made (SpecError)."""
+class OptimizerSection(Strict):
+    """The update."""
 
+    type: Literal["adamw", "muon"] = _later("adamw", "muon: matrices only, the rest stays adamw")
+    lr: float = Field(gt=0, description="peak learning rate")
+    betas: tuple[Beta, Beta] = _key((0.9, 0.95), "decay of the first and the second moment", strict=False)
+    eps: float = _key(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: Coefficient = _key(0.1, "per step and unit of lr, on matrices only")
+    moments_dtype: Literal["float32", "bfloat16"] = _later("float32", "type of the two moments")
+
+
+class LrSchedulerSection(Strict):
+    """The learning rate over steps counted from 1. linear and cosine reach min_lr at decay_steps, warm-up included;
+    wsd falls to it over its last decay_steps."""
+
+    type: Literal["constant", "linear", "cosine", "wsd"] = _key("constant", "shape after warm-up")
+    warmup_steps: Count = _key(0, "steps of linear rise to lr")
+    decay_steps: Positive | None = _key(None, "step that reaches min_lr, default max_steps; wsd: length of the decay")
+    min_lr: Coefficient = _key(0.0, "where the decay ends")
+
+
+class MoeSection(Strict):
+    """Routing: balance, and how tokens travel to experts."""
+
+    load_balance_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = _later(
+        "none", "set of tokens over which expert shares are counted", "aux_loss"
+    )
+    aux_loss_coef: Coefficient = _key(0.0, "of a loss that is 1 per layer when balanced")
+    z_loss_coef: Coefficient = _later(0.0, "of the router's log partition function squared")
+    bias_update_rate: Coefficient = _later(0.0, "per step, of the selection bias")
+    force_load_balance: bool = _later(False, "tokens go round robin: for speed measurements only")
+    dispatch: Literal["dedup", "plain"] = _key("dedup", "a token travels once per rank; plain: once per expert")
+    transport: Literal["nccl", "symmetric"] = _later("nccl", "symmetric: NVLink copy engines")
+
+
+class Fp8Section(Strict):
+    """8-bit matrix products."""
+
+    enabled: bool = _later(False, "off on Hopper unless measured to be faster")
+    recipe: Literal["blockwise", "rowwise", "mxfp8"] = _later("blockwise", "what shares a scale")
+
+
+class CompileSection(Strict):
+    """torch.compile of the regions between communication edges."""
+
+    enabled: bool = _later(False, "costs minutes at the first step")
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = _later("default", "torch's modes")
+
+
+class ActivationCheckpointSection(Strict):
+    """Recomputing instead of keeping activations."""
+
+    mode: Literal["none", "selective", "full"] = _later("none", "how much is computed again")
+
+
+class DataSource(Strict):
+    """One corpus of token shards."""
+
+    path: Location = Field(description="folder of shards written by `pithtrain tokenize`")
+    weight: float = _key(1.0, "share of the samples; the shares sum to 1", gt=0)
+
+
+class DataSection(Strict):
+    """What is read."""
+
+    sources: tuple[DataSource, ...] = Field(strict=False, description="corpora to draw from")
+    tokenizer: Location | None = _key(None, "tokenizer.json the corpus must have been made with")
+    document_mask: bool = _later(False, "tokens see their own document only")
+    shuffle: bool = _key(True, "a new order each epoch, a function of (seed, epoch)")
+    epochs: Positive = _key(1, "passes over the corpus; a run that needs more is refused")
+    repeat: bool = _key(False, "as many passes as max_steps needs, instead of epochs")
+
+
+class ValidationSection(Strict):
+    """Loss on held-out text."""
+
+    interval: Positive | None = _later(None, "steps between validations; null: never")
+    steps: Positive | None = _later(None, "batches of one validation")
+    sources: tuple[DataSource, ...] = _later((), "corpora, each reported apart", strict=False)
+
+
+class CheckpointSection(Strict):
+    """Full state on disk. The last step of a run is always saved."""
+
+    interval: Positive | None = _key(None, "steps between saves; null: the last step alone")
+    keep_last: Positive | None = _later(None, "newest checkpoints kept; null: all")
+    keep_interval: Positive | None = _later(None, "steps whose multiples are kept for good")
+    async_save: bool = _later(False, "write while training goes on")
+    export_hf: bool = _later(False, "the last checkpoint in Hugging Face form too")
+
+
+class WandbSection(Strict):
+    """Weights & Biases."""
+
+    mode: Literal["online", "offline", "disabled"] = _key("disabled", "a missing login only warns")
+    project: Text = _key("pithtrain", "W&B project")
+    entity: Text | None = _key(None, "W&B team; null: the login's own")
+    group: Text | None = _key(None, "joins runs on a W&B page")
+    tags: Lines = _key((), "W&B tags")
+    name: Text | None = _key(None, "null: the run's name")
+
+
+class LoggingSection(Strict):
+    """What is told while it runs."""
+
+    interval: Positive = _key(1, "steps between lines")
+    wandb: WandbSection = _key(WandbSection(), "Weights & Biases")
+
+
+class GuardsSection(Strict):
+    """When a number goes wrong."""
+
+    non_finite: Literal["stop", "skip"] = _later("stop", "what a NaN or infinite loss or norm does")
+    loss_spike_sigma: float | None = _later(None, "standard deviations; null: no guard", gt=0)
+    max_consecutive_skips: Positive = _later(10, "skipped steps in a row after which the run stops")
+
+
+class ProfilingSection(Strict):
+    """A window of steps under a profiler."""
+
+    torch: bool = _later(False, "torch.profiler traces")
+    nsys: bool = _later(False, "ranges for Nsight Systems")
+    memory_snapshot: bool = _later(False, "allocator history")
+    start_step: Positive | None = _later(None, "first step of the window")
+    end_step: Positive | None = _later(None, "last step of the window")
+    ranks: tuple[Count, ...] = _later((0,), "ranks that profile", strict=False)
+
+
+class DistributedSection(Strict):
+    """How long a collective may take."""
+
+    init_timeout_s: Positive = _key(600, "seconds; longer than the slowest node's start")
+    train_timeout_s: Positive = _key(900, "seconds; longer than the slowest first compile")
+    save_timeout_s: Positive = _key(1800, "seconds; longer than the slowest checkpoint")
+    flight_recorder: bool = _later(False, "the last collectives of each rank, written on a time-out")
+
+
+class SlurmSection(Strict):
+    """What is asked of Slurm, under sbatch's long option names; without Slurm, gpus_per_node processes run here."""
+
+    profile: Text | None = _later(None, "a file of slurm/: facts of a place")
+    account: Text | None = _key(None, "who pays")
+    partition: Text | None = _key(None, "null: the cluster's default")
+    qos: Text | None = _key(None, "quality of service")
+    time: Annotated[Written, Field(pattern=r"^((\d+-)?\d+:[0-5]\d:[0-5]\d|\d+)$")] | None = _key(
+        None, "[D-]HH:MM:SS, as in 1-12:00:00, or whole minutes, as in 90; null: the partition's default"
+    )
+    nodes: Positive = _key(1, "machines")
+    gpus_per_node: Positive = _key(1, "ranks of a machine, one per GPU; processes on a CPU")
+    cpus_per_task: Positive | None = _key(None, "cores of a rank; null: the cluster's default")
+    mem: Annotated[Written, Field(pattern=r"^\d+[KMGT]?$")] = _key(
+        "0",
+        "memory of a node in K, M, G or T, as in 64G; 0: all of it. Always sent: a cluster's default may block others",
+    )
+    constraint: Text | None = _key(None, "features a node must have")
+    exclude: Text | None = _key(None, "nodes not to use")
+    exclusive: bool = _key(False, "no other job on our nodes")
+    signal_delay_s: Positive = _key(300, "seconds before the time limit at which the run saves")
+    max_requeues: Count = _later(0, "restarts after a crash")
+    setup: Lines = _key((), "shell lines before the run")
+    env: dict[str, str] = _key({}, "environment of the ranks")
+    additional_parameters: dict[str, Any] = _key({}, "other sbatch options, with underscores")
+    srun_args: Lines = _key((), "further arguments of srun")
+
+    @property
+    def time_minutes(self) -> int | None:
+        """The time limit in whole minutes, rounded up; None is the partition's default."""
+        if self.time is None:
+            return None
+        days, _, clock = self.time.rpartition("-")
+        hours, minutes, seconds = map(int, clock.split(":") if ":" in clock else ("0", clock, "0"))
+        return (int(days or 0) * 24 + hours) * 60 + minutes + (seconds > 0)
+
+
+class RunSpec(Strict):
+    """A run. Made by `load` or `from_dict`; one that breaks a rule cannot be made (SpecError)."""
+
+    version: Annotated[Integer, only(1, "there is one format")] = _key(1, "of this format")
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+        description="names the run's folder in output_dir: at most 100 letters, digits, '.', '_', '-', no sign first"
+    )
+    output_dir: Location = _key(Path("runs"), "where run directories are made")
+    init_from: Location | None = _later(None, "checkpoint whose weights alone are taken")
+    resume: Annotated[Text, BeforeValidator(_resume)] = _key(
+        "auto", "a path: where a run without a checkpoint of its own begins. Its own newest complete one always wins"
+    )
     model: ModelSection
     parallelism: ParallelismSection = ParallelismSection()
     training: TrainingSection
@@ -385,10 +340,16 @@ class RunSpec(RunHead):
     distributed: DistributedSection = DistributedSection()
     slurm: SlurmSection = SlurmSection()
 
-    @model_validator(mode="after")
+    @pydantic.field_validator("*")
+    @classmethod
+    def _note(cls, value: object, info: pydantic.ValidationInfo) -> object:
+        if info.context is not None:  # what parsed, for `from_dict`: other rules are looked at when some key is wrong
+            info.context[info.field_name] = value
+        return value
+
+    @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
-        problems = [problem for _, check in CHECKS for problem in check(self)]
-        if problems:
+        if problems := list(_broken_rules(dict(self))):
             raise SpecError(problems)
         return self
 
@@ -400,9 +361,7 @@ class RunSpec(RunHead):
     @property
     def mesh(self) -> Mesh:
         """The ranks as a grid."""
-        pp, cp = self.parallelism.pipeline_parallel_size, self.parallelism.context_parallel_size
-        ep = self.parallelism.expert_parallel_size
-        return Mesh(pp, self.world_size // (pp * cp * ep), cp, ep)
+        return self.parallelism.mesh(self.world_size)
 
     @property
     def num_micro_batches(self) -> int:
@@ -420,516 +379,355 @@ class RunSpec(RunHead):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------- rules between sections
-
-
-def _check_mesh(spec: RunSpec) -> Iterator[Problem]:
-    pp, cp = spec.parallelism.pipeline_parallel_size, spec.parallelism.context_parallel_size
-    ep, world = spec.parallelism.expert_parallel_size, spec.world_size
-    if world % (pp * cp * ep):
+def _check_mesh(parallelism: ParallelismSection, slurm: SlurmSection) -> Problems:
+    world = slurm.nodes * slurm.gpus_per_node
+    mesh = parallelism.mesh(world)
+    cut = mesh.pp * mesh.cp * mesh.ep
+    if world % cut:
         rule = (
-            f"world = slurm.nodes {spec.slurm.nodes} x slurm.gpus_per_node {spec.slurm.gpus_per_node} = {world} must "
-            f"equal pp {pp} x dp x cp {cp} x ep {ep} with a whole dp >= 1, but {world} / {pp * cp * ep} is not whole"
+            f"world = slurm.nodes {slurm.nodes} x slurm.gpus_per_node {slurm.gpus_per_node} = {world} must equal "
+            f"pp {mesh.pp} x dp x cp {mesh.cp} x ep {mesh.ep} with a whole dp >= 1, but {world} / {cut} is not whole"
         )
-        yield Problem("parallelism", ABSENT, rule, f"ask Slurm for a multiple of {pp * cp * ep} ranks, or cut less")
+        yield Problem("parallelism", ABSENT, rule, f"ask Slurm for a multiple of {cut} ranks, or cut less")
 
 
-def _check_batch(spec: RunSpec) -> Iterator[Problem]:
-    mesh, training = spec.mesh, spec.training
-    if mesh.size != spec.world_size:
+def _check_batch(parallelism: ParallelismSection, slurm: SlurmSection, training: TrainingSection) -> Problems:
+    world, at, batch = slurm.nodes * slurm.gpus_per_node, "training.global_batch_size", training.global_batch_size
+    mesh = parallelism.mesh(world)
+    if mesh.size != world:
         return  # said by _check_mesh
-    batch, micro = training.global_batch_size, training.micro_batch_size
-    per_turn = micro * mesh.dp * mesh.ep
+    product = f"micro_batch_size {training.micro_batch_size} x dp {mesh.dp} x ep {mesh.ep}"
+    per_turn, least = training.micro_batch_size * mesh.dp * mesh.ep, 2 * mesh.pp
+    turns = batch // per_turn
     if batch % per_turn:
-        rule = (
-            f"must be a multiple of micro_batch_size {micro} x dp {mesh.dp} x ep {mesh.ep} = {per_turn}: "
-            "every data rank takes the same number of micro-batches"
-        )
-        turns = {max(2 * mesh.pp, batch // per_turn), max(2 * mesh.pp, batch // per_turn + 1)}
-        near = sorted(turn * per_turn for turn in turns)
-        yield Problem("training.global_batch_size", batch, rule, f"nearest: {' or '.join(map(str, near))}")
-    elif batch // per_turn < 2 * mesh.pp:
-        rule = (
-            f"gives N = {batch} / (micro_batch_size {micro} x dp {mesh.dp} x ep {mesh.ep}) = {batch // per_turn} "
-            f"micro-batches, and DualPipeV with pp = {mesh.pp} needs N >= 2 pp = {2 * mesh.pp}"
-        )
-        yield Problem("training.global_batch_size", batch, rule, f"at least {2 * mesh.pp * per_turn} works")
+        rule = f"must be a multiple of {product} = {per_turn}: every data rank takes the same number of micro-batches"
+        near = sorted({max(least, turns) * per_turn, max(least, turns + 1) * per_turn})
+        yield Problem(at, batch, rule, f"nearest: {' or '.join(map(str, near))}")
+    elif turns < least:
+        rule = f"gives N = {batch} / ({product}) = {turns} micro-batches, and DualPipeV with pp = {mesh.pp} needs "
+        yield Problem(at, batch, f"{rule}N >= 2 pp = {least}", f"at least {least * per_turn} works")
 
 
-def _check_experts(spec: RunSpec) -> Iterator[Problem]:
-    experts, ep = spec.model.config.num_experts, spec.parallelism.expert_parallel_size
+def _check_experts(parallelism: ParallelismSection, model: ModelSection) -> Problems:
+    experts, ep = model.config.num_experts, parallelism.expert_parallel_size
     if experts % ep:
         rule = f"must divide model.num_experts {experts}: every rank holds the same number of experts"
         fits = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
         yield Problem("parallelism.expert_parallel_size", ep, rule, f"{fits} work")
 
 
-def _check_sequence(spec: RunSpec) -> Iterator[Problem]:
-    longest = spec.model.config.max_position_embeddings
-    if longest is not None and spec.training.sequence_length > longest:
-        rule = f"must be at most model.max_position_embeddings = {longest}"
-        yield Problem("training.sequence_length", spec.training.sequence_length, rule)
+def _check_sequence(training: TrainingSection, model: ModelSection) -> Problems:
+    length, longest = training.sequence_length, model.config.max_position_embeddings
+    if longest is not None and length > longest:
+        yield Problem("training.sequence_length", length, f"must be at most model.max_position_embeddings = {longest}")
 
 
-def _check_dtype(spec: RunSpec) -> Iterator[Problem]:
-    if spec.training.compute_dtype == "float64" and spec.training.device != "cpu":
-        rule = f"is for proofs on the CPU, and training.device is {spec.training.device}"
+def _check_dtype(training: TrainingSection) -> Problems:
+    if training.compute_dtype == "float64" and training.device != "cpu":
+        rule = f"is for proofs on the CPU, and training.device is {training.device}"
         yield Problem("training.compute_dtype", "float64", rule, "set training.device=cpu")
 
 
-def _check_lr(spec: RunSpec) -> Iterator[Problem]:
-    schedule, last = spec.lr_scheduler, spec.training.max_steps
-    warmup, decay, min_lr = schedule.warmup_steps, schedule.decay_steps, schedule.min_lr
-    at = "lr_scheduler"
-    if min_lr > spec.optimizer.lr:
-        yield Problem(f"{at}.min_lr", min_lr, f"must be at most optimizer.lr = {spec.optimizer.lr}")
-    match schedule.type:
-        case "constant":
-            if decay is not None:
-                yield Problem(f"{at}.decay_steps", decay, "has no effect with type: constant", "set it to null")
-            if min_lr:
-                yield Problem(f"{at}.min_lr", min_lr, "has no effect with type: constant", "set it to 0")
-            if warmup > last:
-                yield Problem(f"{at}.warmup_steps", warmup, f"must be at most training.max_steps = {last}")
-        case "linear" | "cosine":
-            name, end = ("decay_steps", decay) if decay is not None else ("training.max_steps", last)
-            if warmup >= end:
-                rule = f"must be below {name} = {end}, which counts the warm-up too"
-                yield Problem(f"{at}.warmup_steps", warmup, rule)
-        case "wsd":
-            if decay is None:
-                yield Problem(f"{at}.decay_steps", None, "type: wsd needs the length of its last decay, in steps")
-            elif warmup + decay > last:
-                rule = f"warmup_steps {warmup} + decay_steps {decay} must be at most training.max_steps = {last}"
-                yield Problem(f"{at}.decay_steps", decay, rule)
+def _check_lr(lr_scheduler: LrSchedulerSection, optimizer: OptimizerSection, training: TrainingSection) -> Problems:
+    warmup, decay, min_lr = lr_scheduler.warmup_steps, lr_scheduler.decay_steps, lr_scheduler.min_lr
+    at, last = "lr_scheduler", training.max_steps
+    if min_lr > optimizer.lr:
+        yield Problem(f"{at}.min_lr", min_lr, f"must be at most optimizer.lr = {optimizer.lr}")
+    if lr_scheduler.type == "constant":
+        for key, value, off in (("decay_steps", decay, None), ("min_lr", min_lr, 0.0)):
+            if value != off:
+                yield Problem(f"{at}.{key}", value, "has no effect with type: constant", f"set it to {show(off)}")
+        if warmup > last:
+            yield Problem(f"{at}.warmup_steps", warmup, f"must be at most training.max_steps = {last}")
+    elif lr_scheduler.type != "wsd":
+        end = f"training.max_steps = {last}" if decay is None else f"decay_steps = {decay}"
+        if warmup >= (decay or last):
+            yield Problem(f"{at}.warmup_steps", warmup, f"must be below {end}, which counts the warm-up too")
+    elif decay is None:
+        yield Problem(f"{at}.decay_steps", None, "type: wsd needs the length of its last decay, in steps")
+    elif warmup + decay > last:
+        rule = f"warmup_steps {warmup} + decay_steps {decay} must be at most training.max_steps = {last}"
+        yield Problem(f"{at}.decay_steps", decay, rule)
 
 
-def _check_moe(spec: RunSpec) -> Iterator[Problem]:
-    kind, coef = spec.moe.load_balance_type, spec.moe.aux_loss_coef
-    if kind == "none" and coef:
-        rule = "has no effect with load_balance_type: none"
-        yield Problem("moe.aux_loss_coef", coef, rule, "set moe.load_balance_type=aux_loss, or the coefficient to 0")
-    elif kind != "none" and not coef:
-        rule = f"load_balance_type: {kind} needs a coefficient above 0"
-        yield Problem("moe.aux_loss_coef", coef, rule, "0.001 is usual")
+def _check_moe(moe: MoeSection) -> Problems:
+    kind, coef = moe.load_balance_type, moe.aux_loss_coef
+    if (kind == "none") == (coef > 0):
+        off = (
+            "has no effect with load_balance_type: none",
+            "set moe.load_balance_type=aux_loss, or the coefficient to 0",
+        )
+        on = f"load_balance_type: {kind} needs a coefficient above 0", "0.001 is usual"
+        yield Problem("moe.aux_loss_coef", coef, *(off if coef else on))
 
 
-def _check_data(spec: RunSpec) -> Iterator[Problem]:
-    sources = spec.data.sources
-    total = sum(source.weight for source in sources)
-    if not sources:
-        yield Problem("data.sources", [], "must hold a corpus", "give [{path: ...}]")
-    elif abs(total - 1) > 1e-6:
-        yield Problem("data.sources", [source.weight for source in sources], f"the weights sum to {total:g}, not to 1")
-    if len(sources) > 1:
-        yield Problem("data.sources", len(sources), "more than one source is not implemented yet")
-    if spec.data.repeat and spec.data.epochs != 1:
+def _check_data(data: DataSection) -> Problems:
+    weights = [source.weight for source in data.sources]
+    if len(weights) != 1:
+        rule = "more than one source is not implemented yet" if weights else "must hold a corpus"
+        yield Problem("data.sources", len(weights), rule, "give [{path: ...}]")
+    elif weights != [1.0]:
+        yield Problem("data.sources", weights, f"the weights sum to {weights[0]:g}, not to 1")
+    if data.repeat and data.epochs != 1:
         rule = "has no effect with data.repeat: true, which takes as many passes as max_steps needs"
-        yield Problem("data.epochs", spec.data.epochs, rule, "give one of the two")
+        yield Problem("data.epochs", data.epochs, rule, "give one of the two")
 
 
 OWN_ENVIRONMENT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
-OWN_OPTIONS = set(SlurmSection.model_fields) | {"job_name", "ntasks", "ntasks_per_node", "signal", "output", "error"}
+OWN_OPTIONS = {
+    *SlurmSection.model_fields,
+    "job_name",
+    "ntasks",
+    "ntasks_per_node",
+    "signal",
+    "output",
+    "error",
+    "chdir",
+}
 
 
-def _check_slurm(spec: RunSpec) -> Iterator[Problem]:
-    slurm = spec.slurm
-    minutes = slurm.time_minutes
-    if minutes is not None and 2 * slurm.signal_delay_s >= 60 * minutes:
+def _check_slurm(slurm: SlurmSection) -> Problems:
+    minutes, delay = slurm.time_minutes, slurm.signal_delay_s
+    if minutes == 0:
+        yield Problem("slurm.time", slurm.time, "must be above 0")
+    elif minutes is not None and 2 * delay >= 60 * minutes:
         rule = f"must be below half of slurm.time = {slurm.time}, which is {60 * minutes} s, to train more than save"
-        yield Problem("slurm.signal_delay_s", slurm.signal_delay_s, rule, f"at most {30 * minutes - 1}")
+        yield Problem("slurm.signal_delay_s", delay, rule, f"at most {30 * minutes - 1}")
     for key, value in slurm.env.items():
         if key in OWN_ENVIRONMENT or key.startswith("SLURM_"):
             yield Problem(f"slurm.env.{key}", value, "is set by pithtrain or Slurm for every rank")
     for key, value in slurm.additional_parameters.items():
         name = key.replace("-", "_")
+        hint = f"set slurm.{name}" if name in SlurmSection.model_fields else "it follows from the mesh and the name"
         if name in OWN_OPTIONS:
-            hint = f"set slurm.{name}" if name in SlurmSection.model_fields else "it follows from the mesh and the name"
             yield Problem(f"slurm.additional_parameters.{key}", value, "is ours to set", hint)
+        elif not isinstance(value, str | int | float):
+            yield Problem(f"slurm.additional_parameters.{key}", value, "must be a string, a number, true or false")
 
 
-NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "init_from": (),
-    "parallelism.context_parallel_size": (),
-    "training.z_loss_coef": (),
-    "optimizer.type": (),
-    "optimizer.moments_dtype": (),
-    "moe.load_balance_type": ("aux_loss",),
-    "moe.z_loss_coef": (),
-    "moe.bias_update_rate": (),
-    "moe.force_load_balance": (),
-    "moe.transport": (),
-    "fp8": (),
-    "compile": (),
-    "activation_checkpoint": (),
-    "data.document_mask": (),
-    "validation": (),
-    "checkpoint.keep_last": (),
-    "checkpoint.keep_interval": (),
-    "checkpoint.async_save": (),
-    "checkpoint.export_hf": (),
-    "guards": (),
-    "profiling": (),
-    "distributed.flight_recorder": (),
-    "slurm.profile": (),
-    "slurm.max_requeues": (),
-}
-"""Keys, or whole sections, of features to come, and the values beside their default that do work."""
+def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], prefix: str = "") -> Problems:
+    for name, value in values.items():
+        later = cast("dict[str, list[object]] | None", fields[name].json_schema_extra)
+        if isinstance(value, Strict):
+            yield from _check_built(dict(value), type(value).model_fields, f"{prefix}{name}.")
+        elif later and value not in later["built"]:
+            hint = f"use {' or '.join(map(show, later['built']))}"
+            yield Problem(f"{prefix}{name}", value, "is not implemented yet", hint)
 
 
-def _check_built(spec: RunSpec) -> Iterator[Problem]:
-    for place, also in NOT_BUILT.items():
-        section, _, key = place.partition(".")
-        if place in RunHead.model_fields:
-            owner, section, key = spec, "", place
-        elif section in spec.__dict__:
-            owner = cast(Strict, getattr(spec, section))
-        else:
-            continue  # it did not parse, and has its own problem
-        for name in [key] if key else type(owner).model_fields:
-            value, default = getattr(owner, name, None), type(owner).model_fields[name].default
-            if value != default and value not in also:
-                hint = f"use {' or '.join(show(good) for good in (default, *also))}"
-                yield Problem(f"{section}.{name}".lstrip("."), value, "is not implemented yet", hint)
+def _broken_rules(parts: Mapping[str, Any]) -> Problems:
+    """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
+    checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype
+    for check in (*checks, _check_lr, _check_moe, _check_data, _check_slurm):
+        needed = inspect.signature(check).parameters
+        if needed.keys() <= parts.keys():
+            yield from check(*(parts[name] for name in needed))
+    yield from _check_built(parts, RunSpec.model_fields)
 
 
-CHECKS: tuple[tuple[tuple[str, ...], Callable[[RunSpec], Iterator[Problem]]], ...] = (
-    (("parallelism", "slurm"), _check_mesh),
-    (("parallelism", "slurm", "training"), _check_batch),
-    (("parallelism", "model"), _check_experts),
-    (("training", "model"), _check_sequence),
-    (("training",), _check_dtype),
-    (("lr_scheduler", "training", "optimizer"), _check_lr),
-    (("moe",), _check_moe),
-    (("data",), _check_data),
-    (("slurm",), _check_slurm),
-    ((), _check_built),
-)
-"""Each rule and the sections that it reads."""
-
-
-# -------------------------------------------------------------------------------------------------- text to fields
-
-_CORE = {  # tag: (what a plain scalar of it looks like, its first characters). YAML 1.2, section 10.3.2
-    "null": (r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
-    "bool": (r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
-    "int": (r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)", list("-+0123456789")),
-    "float": (
-        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
-        list("-+.0123456789"),
-    ),
-}
 _TAG = "tag:yaml.org,2002:"
+_CORE = {  # how a plain scalar of each kind is written, in the order in which they are tried. YAML 1.2, section 10.3.2
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; tags of plain scalars by the core rules, whose order (int before float) matters."""
+    """Plain scalars by the core rules alone; a key that is no string, or given twice, is an error."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            mark = key.start_mark
+            if key.tag != f"{_TAG}str":
+                raise yaml.MarkedYAMLError(problem="a key must be a string: quote it", problem_mark=mark)
+            if key.value in lines:
+                twice = f"{key.value} is given twice, in lines {lines[key.value]} and {mark.line + 1}"
+                raise yaml.MarkedYAMLError(problem=twice, problem_mark=mark)
+            lines[key.value] = mark.line + 1
+        return super().construct_mapping(node, deep=True)
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes what either YAML version would take for something else than a string."""
 
-    yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeDumper.yaml_implicit_resolvers.items()}  # noqa: RUF012
+
+_Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10))
+for _kind, _pattern in _CORE.items():
+    for _class in (_Loader, _Dumper):
+        _rule = re.compile(f"^(?:{_pattern})$")
+        _class.add_implicit_resolver(_TAG + _kind, _rule, None)  # pyright: ignore[reportUnknownMemberType]
 
 
-for _name, (_pattern, _first) in _CORE.items():
-    for _yaml_class in (_Loader, _Dumper):
-        _rule = re.compile(f"^{_pattern}$")
-        _yaml_class.add_implicit_resolver(_TAG + _name, _rule, _first)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _scalar(node: yaml.ScalarNode) -> object:
-    text, tag = node.value, node.tag.removeprefix(_TAG)
-    match tag:
-        case "str":
-            return text
-        case "null":
-            return None
-        case "bool":
-            return text.lower() == "true"
-        case "int":
-            return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
-        case "float":
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        case _:
-            raise ValueError(f"the tag {node.tag} is not read here")
-
-
-def _convert(node: yaml.Node, path: tuple[str, ...], above: tuple[yaml.Node, ...], problems: list[Problem]) -> object:
-    """A node as plain data, nothing shared between two places; appends what is wrong to `problems`."""
-    line = node.start_mark.line + 1
-    if node in above:
-        problems.append(Problem(".".join(path), ABSENT, f"line {line}: an alias points at what contains it"))
-        return None
-    above = (*above, node)
-    if isinstance(node, yaml.SequenceNode):
-        return [_convert(item, (*path, str(i)), above, problems) for i, item in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
-        result: dict[str, object] = {}
-        for key_node, value_node in node.value:
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
-            at, key_line = ".".join((*path, key)), key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
-                problems.append(Problem(at, ABSENT, f"line {key_line}: a key must be a string", "quote it"))
-            elif key in seen:
-                problems.append(Problem(at, ABSENT, f"given twice, in lines {seen[key]} and {key_line}"))
-            else:
-                seen[key] = key_line
-                result[key] = _convert(value_node, (*path, key), above, problems)
-        return result
+def _read(text: str, at: str = "") -> object:
+    """YAML text as plain data; `at` is its place in the spec. Raises SpecError with the line."""
     try:
-        return _scalar(cast(yaml.ScalarNode, node))
-    except ValueError as error:
-        problems.append(Problem(".".join(path), ABSENT, f"line {line}: {error}"))
-        return None
-
-
-def _read(text: str, path: tuple[str, ...], problems: list[Problem]) -> object:
-    """YAML text as plain data, by the core rules."""
-    try:
-        node = _Loader(text).get_single_node()
-    except yaml.YAMLError as error:
+        return _Loader(text).get_single_data()
+    except (yaml.YAMLError, ValueError, KeyError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        said = (getattr(error, "context", None), getattr(error, "problem", None), getattr(error, "reason", None))
-        what = ", ".join(str(part) for part in said if part)
-        problems.append(Problem(".".join(path), ABSENT, f"{where}this is not YAML: {what}"))
-        return None
-    return None if node is None else _convert(node, path, (), problems)
+        said = [str(part) for name in ("context", "problem", "reason") if (part := getattr(error, name, None))]
+        rule = f"cannot be read: {', '.join(said) or error}"
+        raise SpecError([Problem(at, ABSENT, f"line {mark.line + 1}: {rule}" if mark else rule)]) from None
 
 
-def _set(fields: dict[str, object], override: str, problems: list[Problem]) -> None:
-    """Puts one `a.b=c` into `fields`, in place; sections on the way are made, items of a list go by number."""
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        problems.append(Problem("--set", override, "must be key=value with a dotted key, as in optimizer.lr=1e-4"))
-        return
-    value = _read(text, tuple(keys), problems)
-    place: object = fields
-    for depth, key in enumerate(keys):
-        last, at = depth == len(keys) - 1, ".".join(keys[:depth])
-        if isinstance(place, list):
-            items = cast(list[object], place)
-            if not key.isdecimal() or int(key) >= len(items):
-                problems.append(Problem(at, ABSENT, f"is a list of {len(items)}, and --set {path} names no item of it"))
-                return
-            if last:
-                items[int(key)] = value
-            place = items[int(key)]
-        elif isinstance(place, dict):
-            section = cast("dict[str, object]", place)  # pyright: ignore[reportUnnecessaryCast]
-            if last:
-                section[key] = value
-            elif section.get(key) is None:
-                section[key] = {}
-            place = section[key]
-        else:
-            problems.append(Problem(at, place, f"is no section, so --set {path} has no place in it"))
-            return
+def _put(place: object, keys: Sequence[str], value: object, at: str = "") -> object:
+    """A copy of `place` with `value` under `keys`: sections on the way are made, items of a list go by number."""
+    if not keys:
+        return value
+    key, inside = keys[0], f"{at}.{keys[0]}".lstrip(".")
+    if place is None or isinstance(place, dict):
+        section = cast(dict[str, object], place or {})
+        return {**section, key: _put(section.get(key), keys[1:], value, inside)}
+    items = cast(list[object], place) if isinstance(place, list) else []
+    if not key.isdecimal() or int(key) >= len(items):
+        raise SpecError([Problem(at, ABSENT, f"has no {key}, so --set cannot reach {inside}")])
+    return [_put(item, keys[1:], value, inside) if i == int(key) else item for i, item in enumerate(items)]
 
-
-# ---------------------------------------------------------------------------------------------------- fields to spec
 
 _SYNONYMS = {  # what others call our keys
     "learning_rate": "optimizer.lr",
-    "steps": "training.max_steps",
-    "train_steps": "training.max_steps",
     "batch_size": "training.global_batch_size",
     "gradient_accumulation_steps": "training.global_batch_size",
-    "seq_len": "training.sequence_length",
     "grad_clip": "training.max_grad_norm",
-    "pp": "parallelism.pipeline_parallel_size",
-    "ep": "parallelism.expert_parallel_size",
-    "cp": "parallelism.context_parallel_size",
     "dp": "slurm.gpus_per_node (data parallel is what pp, cp and ep leave of the world)",
-    "data_parallel_size": "slurm.gpus_per_node (data parallel is what pp, cp and ep leave of the world)",
-    "top_k": "model.num_experts_per_tok",
+}
+_WORDS = {  # what pydantic says, and what we say
+    "^Value error, ": "",
+    r"^\w+ should": "must",
+    "a valid dictionary.*": "a mapping of keys to values",
+    "a valid tuple": "a list",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "Input is not a valid path.*": "must be a path",
+    "a valid": "a",
+    "None": "null",
 }
 
 
-def _keys(owner: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _fields(owner: type[Strict], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every key below a section, by its full path, and what it means."""
     for name, info in owner.model_fields.items():
-        yield prefix + name
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _keys(info.annotation, f"{prefix}{name}.")
+        yield prefix + name, info.description or ""
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Strict):
+            yield from _fields(info.annotation, f"{prefix}{name}.")
 
 
-def _suggest(path: str, model: type[BaseModel] | None) -> str:
-    """What a key that is not known may have meant."""
+def _suggest(path: str, known: Iterable[str]) -> str:
+    """What a key that is not known may have meant: the nearest one here, else wherever there is one."""
     section, _, leaf = path.rpartition(".")
-    leaf = leaf.replace("-", "_").lower()
-    keys = [key for key in _keys(RunSpec) if key != "model.config"]
-    keys += ["model.config_file", *_keys(model, "model.")] if model is not None else ["model.config_file"]
-    targets = [(key.rpartition(".")[2], key) for key in keys] + list(_SYNONYMS.items())
-    scores: dict[str, float] = {}
-    for word, key in targets:
-        near = difflib.SequenceMatcher(None, leaf, word).ratio()
-        scores[key] = max(scores.get(key, 0), near + (0.1 if key.rpartition(".")[0] == section else 0))
-    best = max(scores.values())
-    if best > 0.75:
-        return f"did you mean {' or '.join(key for key, score in scores.items() if score == best)}?"
-    here = [key for key in keys if key.rpartition(".")[0] == section]
-    return f"keys here: {', '.join(key.rpartition('.')[2] for key in here)}" if here else ""
+    places: dict[str, list[str]] = {word: [key] for word, key in _SYNONYMS.items()}
+    for key in known:
+        places.setdefault(key.rpartition(".")[2], []).append(key)
+    near = difflib.get_close_matches(leaf.replace("-", "_").lower(), places, 1, 0.75)
+    found = places[near[0]] if near else []
+    here = [key for key in (found or known) if key.rpartition(".")[0] == section]
+    if found:
+        return f"did you mean {' or '.join(here or found)}?"
+    return f"keys here: {', '.join(here)}" if here else ""
 
 
-def _parse(
-    owner: type[BaseModel], fields: object, prefix: str, model: type[BaseModel] | None, problems: list[Problem]
-) -> BaseModel | None:
-    """`fields` as an `owner`; what is wrong goes to `problems`. With unknown keys alone wrong, those are left out of
-    the result, so that the rules between sections are still looked at; None when more is."""
+def _problem(detail: Any, prefix: str, known: Mapping[str, str]) -> Problem:
+    """One of pydantic's errors in our words; `known` are all keys and what they mean."""
+    path = (prefix + ".".join(map(str, detail["loc"]))).rstrip(".")
+    value, kind, rule, hint = detail["input"], detail["type"], detail["msg"], ""
+    for theirs, ours in _WORDS.items():
+        rule = re.sub(theirs, ours, rule)
+    if kind == "missing":
+        value, rule, hint = ABSENT, "missing", known.get(path, "")
+    elif kind == "extra_forbidden":
+        rule, hint = "is not a key", _suggest(path, known)
+    elif kind == "string_pattern_mismatch":
+        rule = f"is not of this form: {known[path]}"
+    elif kind == "model_type" and "." not in path:
+        hint = "leave the section out to take its defaults"
+    elif kind == "string_type" and isinstance(value, int | float):
+        hint = "quote it"
+    elif kind in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(_CORE["float"], value):
+        hint = "write it without quotes"
+    return Problem(path, value, rule, hint)
+
+
+def _read_file(path: Path, at: str = "") -> dict[str, object]:
+    """A YAML file, or a config.json: JSON is YAML but for the tabs that it may be indented with."""
     try:
-        return owner.model_validate(fields)
-    except SpecError as error:  # rules over several fields, paths relative to the owner
-        problems.extend(Problem(f"{prefix}.{p.path}", p.value, p.rule, p.hint) for p in error.problems)
-    except ValidationError as error:
-        problems.extend(_problems(error, prefix, owner, model))
-        details = error.errors(include_url=False)
-        unknown = {detail["loc"][0] for detail in details if detail["type"] == "extra_forbidden"}
-        if isinstance(fields, dict) and all(d["type"] == "extra_forbidden" and len(d["loc"]) == 1 for d in details):
-            known = {key: value for key, value in cast(dict[str, object], fields).items() if key not in unknown}
-            return _parse(owner, known, prefix, model, problems)
-    return None
-
-
-def _problems(
-    error: ValidationError, prefix: str, owner: type[BaseModel], model: type[BaseModel] | None
-) -> Iterator[Problem]:
-    """pydantic's errors in our words."""
-    for detail in error.errors(include_url=False):
-        path = ".".join([*([prefix] if prefix else []), *map(str, detail["loc"])])
-        value, kind = detail["input"], detail["type"]
-        if kind == "missing":
-            info = owner.model_fields.get(str(detail["loc"][0])) if len(detail["loc"]) == 1 else None
-            yield Problem(path, ABSENT, f"missing ({info.description})" if info is not None else "missing")
-        elif kind == "extra_forbidden":
-            yield Problem(path, value, "is not a key", _suggest(path, model))
-        elif kind == "model_type" or kind == "dict_type":
-            hint = "" if detail["loc"] else "leave the section out to take its defaults"
-            yield Problem(path, value, "must be a mapping of keys to values", hint)
-        elif kind in ("int_type", "float_type", "int_from_float"):
-            rule = "must be a number" if kind == "float_type" else "must be a whole number"
-            yield Problem(path, value, rule, "write it without quotes" if _is_number(value) else "")
-        elif kind == "literal_error":
-            expected = detail.get("ctx", {}).get("expected", "")
-            close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), 1)
-            yield Problem(path, value, f"must be {expected}", f"did you mean {close[0]}?" if close else "")
-        else:
-            message = detail["msg"].removeprefix("Value error, ")
-            rule = re.sub(r"^(Input|String|Value|Tuple|Dictionary) should ", "must ", message)
-            for theirs, ours in (("a valid tuple", "a list"), ("a valid boolean", "true or false"), ("None", "null")):
-                rule = rule.replace(theirs, ours)
-            quote = kind == "string_type" and isinstance(value, int | float)
-            yield Problem(path, value, rule.replace("valid ", ""), "quote it" if quote else "")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, str) and isinstance(_read(value, (), []), int | float)
-
-
-def _read_config_file(value: object, problems: list[Problem]) -> dict[str, object]:
-    at = "model.config_file"
-    if not isinstance(value, str) or not value:
-        problems.append(Problem(at, value, "must be the path of a Hugging Face config.json"))
-        return {}
-    path = cast(Path, _absolute(value))
-
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        fields = dict(items)
-        if len(fields) < len(items):
-            raise ValueError(f"a key is given twice among {', '.join(key for key, _ in items)}")
-        return fields
-
-    try:
-        fields: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=pairs)
-    except (OSError, ValueError) as error:
-        problems.append(Problem(at, value, f"cannot be read: {error}"))
-        return {}
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob(f"*{path.suffix}")], 1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else ""
+        raise SpecError([Problem(at, str(path), f"cannot be read: {error}", hint)]) from None
+    fields = _read(text.replace("\t", " ") if path.suffix == ".json" else text, at)
     if not isinstance(fields, dict):
-        problems.append(Problem(at, value, "must hold a mapping of fields"))
-        return {}
+        raise SpecError([Problem(at, str(path), "must hold a mapping of keys to values")])
     return cast(dict[str, object], fields)
 
 
-def _read_model(value: object, problems: list[Problem]) -> tuple[ModelSection | None, type[BaseModel] | None]:
-    """The model section and the class of its fields; what is wrong goes to `problems`."""
+def _model(value: object, known: dict[str, str]) -> ModelSection:
+    """The model section; adds the model's keys to `known`."""
     if not isinstance(value, dict):
-        problems.append(Problem("model", value, "must be a mapping with architecture and the model's HF fields"))
-        return None, None
+        raise SpecError([Problem("model", value, "must be a mapping with architecture and the model's HF fields")])
     fields = dict(cast(dict[str, object], value))
-    architecture = fields.pop("architecture", ABSENT)
-    if not isinstance(architecture, str) or not architecture:
-        rule = "missing" if architecture == ABSENT else "must be a string"
-        problems.append(Problem("model.architecture", architecture, rule, "it names a folder of pithtrain/models"))
-        return None, None
+    architecture = fields.pop("architecture", None)
+    if not isinstance(architecture, str):
+        rule = "must be a string that names a folder of pithtrain/models, or the path of one outside the package"
+        raise SpecError([Problem("model.architecture", architecture, rule)])
     if "/" in architecture:
         architecture = str(_absolute(architecture))
+    config_class = load_config(architecture)
+    owner = cast(type[Strict], config_class)
+    known.update(_fields(owner, "model."))
+    file = fields.pop("config_file", None)
+    if file is not None:  # what stands in the spec wins over it
+        fields = {**config_class.canonical(_read_file(Path(str(file)), "model.config_file")), **fields}
+    read = {key: item for key, item in fields.items() if key not in load_ignored(architecture)}
     try:
-        config_class = cast(type[BaseModel], load_config(architecture))
-        ignored = load_ignored(architecture)
+        return ModelSection(architecture=architecture, config=cast(ModelConfig, owner.model_validate(read)))
+    except SpecError as error:  # rules over several fields, paths relative to the model
+        problems = [replace(problem, path=f"model.{problem.path}") for problem in error.problems]
+    except ValidationError as error:
+        problems = [_problem(detail, "model.", known) for detail in error.errors(include_url=False)]
+    raise SpecError(problems)
+
+
+def from_dict(fields: Mapping[str, object]) -> RunSpec:
+    """The spec of plain data as YAML gives it. Raises SpecError with every problem found."""
+    known = dict(_fields(RunSpec))
+    known["model.config_file"] = known.pop("model.config")
+    model: ModelSection | None = None
+    problems: list[Problem] = []
+    parts: dict[str, Any] = {}
+    try:
+        model = _model(fields.get("model", {}), known)
     except SpecError as error:
         problems.extend(error.problems)
-        return None, None
-    if "config_file" in fields:  # what stands in the spec wins over the file
-        from_file = _read_config_file(fields.pop("config_file"), problems)
-        fields = {**cast(type[ModelConfig], config_class).canonical(from_file), **fields}
-    known = {key: item for key, item in fields.items() if key not in ignored}
-    config = _parse(config_class, known, "model", config_class, problems)
-    if config is None:
-        return None, config_class
-    return ModelSection(architecture=architecture, config=cast(ModelConfig, config)), config_class
-
-
-def from_dict(fields: Mapping[str, object], source: str = "spec") -> RunSpec:
-    """The spec of plain data as YAML gives it. Raises SpecError with every problem found; `source` heads its text."""
-    problems: list[Problem] = []
-    model, model_class = _read_model(fields.get("model", {}), problems)
-    parts: dict[str, Any] = {"model": model} if model is not None else {}
-    sections = {name: info for name, info in RunSpec.model_fields.items() if name not in RunHead.model_fields}
-    head = _parse(
-        RunHead, {key: item for key, item in fields.items() if key not in sections}, "", model_class, problems
-    )
-    parts.update(dict(head) if head is not None else {})
-    for name, info in sections.items():
-        if name != "model":
-            owner = cast(type[BaseModel], info.annotation)
-            part = _parse(owner, fields.get(name, {}), name, model_class, problems)
-            parts.update({name: part} if part is not None else {})
-    spec = RunSpec.model_construct(None, **parts)
-    for needed, check in CHECKS:
-        if all(name in parts for name in needed):
-            problems.extend(check(spec))
-    if problems:
-        raise SpecError(problems, source)
-    schedule, training = parts["lr_scheduler"], parts["training"]
+    try:
+        spec = RunSpec.model_validate({**fields, "model": model}, context=parts)
+    except ValidationError as error:
+        details = [detail for detail in error.errors(include_url=False) if model or detail["loc"] != ("model",)]
+        problems.extend(_problem(detail, "", known) for detail in details)
+        raise SpecError([*problems, *_broken_rules(parts)]) from None
+    schedule, last = spec.lr_scheduler, spec.training.max_steps
     if schedule.type in ("linear", "cosine") and schedule.decay_steps is None:
         # written out, so that raising max_steps at a resume does not bend the schedule behind the run's back
-        parts["lr_scheduler"] = schedule.model_copy(update={"decay_steps": training.max_steps})
-    return RunSpec(**parts)
+        spec = spec.model_copy(update={"lr_scheduler": schedule.model_copy(update={"decay_steps": last})})
+    return spec
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     """Reads a run from a YAML file and `--set` texts `a.b=c`, which win. Raises SpecError with every problem found."""
-    problems: list[Problem] = []
     try:
-        fields = _read(path.read_text(encoding="utf-8"), (), problems)
-    except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else ""
-        raise SpecError([Problem("", ABSENT, f"cannot be read: {error}", hint)], str(path)) from None
-    if problems:  # with half of the file unread, whatever else is found would mislead
-        raise SpecError(problems, str(path))
-    if not isinstance(fields, dict):
-        raise SpecError([Problem("", ABSENT, "must hold a mapping of sections")], str(path))
-    fields = cast(dict[str, object], fields)
-    given = [override.partition("=")[0].strip() for override in overrides]
-    for override in overrides:
-        _set(fields, override, problems)
-    twice = sorted({key for key in given if given.count(key) > 1})
-    problems.extend(Problem(key, ABSENT, "given twice by --set") for key in twice)
-    if problems:
-        raise SpecError(problems, str(path))
-    return from_dict(fields, str(path))
+        fields = _read_file(path)
+        keys = [override.partition("=")[0].strip() for override in overrides]
+        for key, override in zip(keys, overrides, strict=True):
+            if "=" not in override or not all(key.split(".")):
+                rule = "must be key=value with a dotted key, as in optimizer.lr=1e-4"
+                raise SpecError([Problem("--set", override, rule)])
+            if keys.count(key) > 1:
+                raise SpecError([Problem(key, ABSENT, "given twice by --set")])
+            fields = _put(fields, key.split("."), _read(override.partition("=")[2], key))
+        return from_dict(cast(dict[str, object], fields))
+    except SpecError as error:
+        raise SpecError(error.problems, str(path)) from None

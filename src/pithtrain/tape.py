@@ -1,4 +1,4 @@
-"""One model chunk's forward and backward, as generators that pause at every communication edge.
+"""One model stage's forward and backward, as generators that pause at every communication edge.
 
 A layer is segments of compute joined by edges (`ops/dispatch`). A generator yields right after it has launched a
 transfer, so whoever drives it decides what runs meanwhile: a plain forward or backward exhausts one generator, an
@@ -45,7 +45,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Stage:
     """One stage's part of the model on this rank; `embedding` on stage 0 and `head` on stage 2P-1."""
 
     layers: tuple[Layer, ...]
@@ -96,7 +96,7 @@ class MoeEntry:
 
 @dataclass
 class Tape:
-    """What a chunk's forward leaves for its backward, in order: a Segment, or a MoeEntry after its layer's Segment.
+    """What a stage's forward leaves for its backward, in order: a Segment, or a MoeEntry after its layer's Segment.
     `ids`: the tokens of an embedding. `start`: dh at the end of the last stage, where the loss has gradient 1."""
 
     entries: list[Segment | MoeEntry]
@@ -105,12 +105,12 @@ class Tape:
 
 
 def forward(
-    chunk: Chunk, x: Tensor, traffic: Traffic, labels: Labels | None, stats: Stats
+    stage: Stage, x: Tensor, traffic: Traffic, labels: Labels | None, stats: Stats
 ) -> Generator[None, None, tuple[Tensor | None, Tape]]:
     """x: token ids [B, S] on stage 0, else hidden states [B, S, H]. Returns (hidden states to send or None, tape)."""
-    tape = Tape([], x if chunk.embedding is not None else None, None)
-    h = x if chunk.embedding is None else chunk.embedding.data[x]
-    for layer in chunk.layers:
+    tape = Tape([], x if stage.embedding is not None else None, None)
+    h = x if stage.embedding is None else stage.embedding.data[x]
+    for layer in stage.layers:
         a = Segment(layer.attend, h)
         tape.entries.append(a)
         if layer.experts is None:
@@ -131,26 +131,27 @@ def forward(
         yield  # COMBINE in flight
         tape.entries.append(MoeEntry(experts, shared, exchange))
         h = exchange.combined(mid.flatten(0, 1), None if shared is None else shared.outputs[0]).view_as(mid)
-    if chunk.head is None:
+    if stage.head is None:
         return h, tape
     assert labels is not None, "the last stage computes the loss"
-    norm = Segment(chunk.head.norm, h)
+    norm = Segment(stage.head.norm, h)
     tape.entries.append(norm)
     n = norm.outputs[0].flatten(0, 1)
-    loss, tape.start = linear_cross_entropy(n, chunk.head.weight, labels.labels.flatten(), labels.scale)
+    loss, tape.start = linear_cross_entropy(n, stage.head.weight, labels.labels.flatten(), labels.scale)
     stats.loss += loss
     return None, tape
 
 
-def backward(chunk: Chunk, tape: Tape, dh: Tensor | None) -> Generator[Closures, None, Tensor | None]:
-    """dh [B, S, H] of the chunk's output, None on the last stage. Returns dh of its input, None on stage 0.
+def backward(stage: Stage, tape: Tape, dh: Tensor | None) -> Generator[Closures, None, Tensor | None]:
+    """dh [B, S, H] of the stage's output, None on the last stage. Returns dh of its input, None on stage 0.
 
     Every yield hands over the weight-gradient closures that are ready; entries are released as they are used.
     """
     ready: Closures = []
     start = dh if tape.start is None else tape.start
-    assert start is not None, "a backward begins with the gradient of the chunk's output"
-    grads = list[Tensor]((start,))
+    assert start is not None, "a backward begins with the gradient of the stage's output"
+    grads = [start]
+    tape.start = dh = start = None  # released with the first segment
     while tape.entries:
         entry = tape.entries.pop()
         if isinstance(entry, Segment):
@@ -168,8 +169,8 @@ def backward(chunk: Chunk, tape: Tape, dh: Tensor | None) -> Generator[Closures,
         grads = [grad, *exchange.returned_t(dn)]
     [grad] = grads
     if tape.ids is not None:
-        assert chunk.embedding is not None
-        ready.append(_embedding_grad(chunk.embedding, tape.ids, grad))
+        assert stage.embedding is not None
+        ready.append(_embedding_grad(stage.embedding, tape.ids, grad))
     yield _take(ready)
     return grad if tape.ids is None else None
 
@@ -225,9 +226,10 @@ def overlap(ahead: Generator[None, None, F], back: Generator[Closures, None, B],
 
 
 def run_now(ready: Closures) -> None:
-    """Run weight gradients where they are offered."""
-    for closure in ready:
-        closure()
+    """Run weight gradients where they are offered, each releasing its operands as it ends."""
+    ready.reverse()
+    while ready:
+        ready.pop()()
 
 
 def new_stats(num_layers: int, num_experts: int, device: torch.device, dtype: torch.dtype) -> Stats:

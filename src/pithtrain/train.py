@@ -7,7 +7,8 @@
             gradient norm over all ranks
             clip and AdamW on the shards; all-gather the new weights (waited for when the next step begins)
 
-A step reads nothing back from the device; the host looks at loss and norm when it logs. Position is two numbers, steps
+A step reads nothing back from the device but the row counts of each MoE layer where ep > 1 (`ops/dispatch`); the host
+looks at loss and norm when it logs or saves. Position is two numbers, steps
 and sequences, and everything random is a function of them and the seed.
 """
 
@@ -17,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,10 +64,11 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, should_stop: Callable[[], 
 
     Every rank of the run calls it. Raises PithtrainError with a readable cause; other exceptions are ours.
     """
-    timeouts = spec.distributed
     if spec.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    with connect(place, spec.mesh, device_type(spec), timeouts.init_timeout_s, timeouts.train_timeout_s) as world:
+        # we read nothing that was not written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    with connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
         events = Events(run_dir, spec, place.attempt) if world.rank == 0 else None
         try:
             outcome = _run(spec, run_dir, world, events, place.attempt, should_stop)
@@ -100,7 +104,16 @@ def _run(
         events.rewind(position.step)
         events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
 
-    meter = _Meter(skipped=torch.zeros((), dtype=torch.float32, device=world.device))
+    def save(position: Position) -> None:
+        begin = time.perf_counter()
+        path = checkpoint.save(run_dir.checkpoints, engine.zero, world, position, about)
+        stall = time.perf_counter() - begin
+        meter.stall_s += stall
+        meter.since += stall  # the step rate is that of steps; the stall has a key of its own
+        if events is not None:
+            events.event("saved", step=position.step, path=str(path), seconds=round(stall, 3))
+
+    meter = _Meter(skips=torch.zeros(2, device=world.device))
     meter.restart()
     saved, stop = position.step, False
     while position.step < training.max_steps and not stop:
@@ -113,29 +126,30 @@ def _run(
         lr = learning_rate(spec.lr_scheduler, spec.optimizer.lr, training.max_steps, step)
         result = train_step(engine, spec, batches, lr)
         position = Position(step, position.samples + training.global_batch_size)
-        meter.steps += 1
-        meter.skipped += result.skipped
+        meter.stepped(step, result.skipped)
 
         stop = agreed()
         last = stop or step == training.max_steps
         log_due = last or step % spec.logging.interval == 0
         save_due = last or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
         if log_due or save_due:
-            _check_finite(spec, meter, step, result.norm)
+            count, first = meter.skips.tolist()
+            if count:
+                save(position)  # the updates of those steps were left out, so what stands is sound: lose none of it
+                raise NotFiniteError(
+                    f"the gradient norm was not finite at step {first:.0f}, and at {count:.0f} of the steps up to "
+                    f"{step}; those updates were left out and step {step} is saved. guards.non_finite is "
+                    f"{spec.guards.non_finite!r}: lower optimizer.lr or look at the data of that step, then resume"
+                )
         if log_due:
             line = _metrics(spec, world, attempt, meter, position, lr, result)
             meter.restart()
             if events is not None:
                 events.metrics(line)
         if save_due:
-            begin = time.perf_counter()
-            path = checkpoint.save(run_dir.checkpoints, engine.zero, world, position, about)
-            stall = time.perf_counter() - begin
-            meter.stall_s += stall
-            meter.since += stall  # the step rate is that of steps; the stall has a key of its own
+            save(position)
             saved = step
-            if events is not None:
-                events.event("saved", step=step, path=str(path), seconds=round(stall, 3))
+    engine.zero.wait_for_weights()
     return Outcome(saved, finished=position.step >= training.max_steps)
 
 
@@ -201,35 +215,47 @@ def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, ste
 
 
 def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | None, about: dict[str, Any]) -> Position:
-    """The position of the checkpoint that `resume` names, loaded; the beginning where there is none."""
-    start = Position(step=0, samples=0)
-    if spec.resume == "never":
-        return start
+    """Load the checkpoint to go on from; the beginning where there is none.
 
-    def report(text: str) -> None:
-        if events is not None:
-            events.event("skipped_checkpoint", reason=text)
+    Rank 0 chooses and checks, since on a shared file system ranks may see different folders for a while.
+    """
 
-    path = checkpoint.newest(run_dir.checkpoints, report)  # its own progress wins: a requeue never goes back
-    if path is None and spec.resume != "auto":
-        path = checkpoint.resolve(spec.resume, report)
-    if path is None:
-        return start
-    position = checkpoint.load(path, engine.zero, engine.world, about)
-    if position.step > spec.training.max_steps:
-        raise CheckpointError(
-            f"{path} is at step {position.step}, beyond training.max_steps = {spec.training.max_steps}; raise max_steps"
-        )
+    def choose() -> tuple[Path, dict[str, Any]] | None:
+        assert events is not None, "rank 0 has opened it"
+        report = partial(_report_skipped, events)
+        path = checkpoint.newest(run_dir.checkpoints, report)  # its own progress wins: a requeue goes on
+        if path is None and spec.resume != "auto":
+            path = checkpoint.resolve(spec.resume, report)
+        if path is None:
+            return None
+        content = checkpoint.read(path)
+        checkpoint.check(path, content, about)
+        if content["step"] > spec.training.max_steps:
+            raise CheckpointError(
+                f"{path} is at step {content['step']}, beyond training.max_steps = {spec.training.max_steps}; "
+                "raise max_steps"
+            )
+        return path, content
+
+    chosen = engine.world.from_rank_zero(choose() if engine.world.rank == 0 else None)
+    if chosen is None:
+        return Position(step=0, samples=0)
+    position = checkpoint.load(chosen[0], engine.zero, engine.world, chosen[1])
     if events is not None:
-        events.event("resumed", step=position.step, path=str(path))
+        events.event("resumed", step=position.step, path=str(chosen[0]))
     return position
+
+
+def _report_skipped(events: Events, reason: str) -> None:
+    events.event("skipped_checkpoint", reason=reason)
 
 
 @dataclass
 class _Meter:
-    """What adds up between two log lines: clocks on the host, skipped steps on the device."""
+    """What adds up: clocks between two log lines, on the host; skipped steps since the start, on the device: how many,
+    and which was the first."""
 
-    skipped: Tensor
+    skips: Tensor
     since: float = 0.0
     steps: int = 0
     data_wait_s: float = 0.0
@@ -238,22 +264,16 @@ class _Meter:
     def restart(self) -> None:
         self.since, self.steps, self.data_wait_s, self.stall_s = time.perf_counter(), 0, 0.0, 0.0
 
-
-def _check_finite(spec: RunSpec, meter: _Meter, step: int, norm: Tensor) -> None:
-    """Raise if a step since the last look was skipped. The update of such a step changed nothing, on any rank."""
-    count = int(meter.skipped.item())
-    if count:
-        raise NotFiniteError(
-            f"the gradient norm was not finite in {count} of the steps up to {step} (now {norm.item()}); those updates "
-            f"were left out and guards.non_finite is {spec.guards.non_finite!r}. The last checkpoint is intact: "
-            "lower optimizer.lr or look at the data around that step, then resume"
-        )
+    def stepped(self, step: int, skipped: Tensor) -> None:
+        self.steps += 1
+        count, first = self.skips
+        self.skips = torch.stack((count + skipped, torch.where((skipped > 0) & (count == 0), step, first)))
 
 
 def _metrics(
     spec: RunSpec, world: World, attempt: int, meter: _Meter, position: Position, lr: float, result: StepResult
 ) -> Metrics:
-    """The line of a step; a collective of all ranks, and the one place where the host waits for the device."""
+    """The line of a step; a collective of all ranks that waits for the device."""
     config, training = spec.model.config, spec.training
     stats, layers = result.stats, config.num_hidden_layers
     packed = torch.cat((stats.loss.view(1), stats.balance_L, stats.counts_LE.flatten())).to(torch.float64)

@@ -17,15 +17,17 @@ import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pithtrain.errors import CapacityError
-from pithtrain.spec import Mesh
+from pithtrain.spec import DistributedSection, Mesh
 
 Group = dist.ProcessGroup | None
+T = TypeVar("T")
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -93,6 +95,13 @@ class World:
         """Sum in place over all ranks, on the device."""
         return all_reduce_sum(value, self.world_group)
 
+    def from_rank_zero(self, value: T) -> T:
+        """Rank 0's value on every rank; it must be picklable."""
+        box = [value]
+        if self.control_group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.control_group)
+        return box[0]
+
     def barrier(self) -> None:
         """Wait on the host for every rank."""
         self.any(False)()
@@ -116,7 +125,7 @@ def all_gather(part: Tensor, whole: Tensor, group: Group) -> dist.Work | None:
 
 
 @contextmanager
-def connect(place: Place, mesh: Mesh, device_type: str, init_timeout_s: int, timeout_s: int) -> Iterator[World]:
+def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSection) -> Iterator[World]:
     """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU).
 
     Raises CapacityError when this process has no device of its own.
@@ -126,19 +135,18 @@ def connect(place: Place, mesh: Mesh, device_type: str, init_timeout_s: int, tim
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            yield _world(place, mesh, device, datetime.timedelta(seconds=timeout_s))
+            yield _world(place, mesh, device, timeouts)
         finally:
             dist.destroy_process_group()
         return
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        "gloo",
         init_method=place.init_method,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=datetime.timedelta(seconds=init_timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        timeout=datetime.timedelta(seconds=timeouts.init_timeout_s),
     )
-    yield _world(place, mesh, device, datetime.timedelta(seconds=timeout_s))
+    yield _world(place, mesh, device, timeouts)
     dist.destroy_process_group()  # not after an exception: a peer may be gone, and the process is about to end
 
 
@@ -156,11 +164,13 @@ def _device(place: Place, device_type: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _world(place: Place, mesh: Mesh, device: torch.device, timeout: datetime.timedelta) -> World:
+def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: DistributedSection) -> World:
     pp, dp, cp, ep = mesh.coords(place.rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
 
-    def group(key: Callable[[int], tuple[int, ...]], backend: str = backend) -> Group:
+    def group(
+        key: Callable[[int], tuple[int, ...]], timeout_s: int = timeouts.train_timeout_s, on: str = backend
+    ) -> Group:
         """This rank's group among those that partition all ranks by `key`."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.size):
@@ -168,10 +178,12 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeout: datetime.tim
         mine: Group = None
         for ranks in members.values():
             if len(ranks) > 1:
-                created = dist.new_group(ranks, timeout=timeout, backend=backend)
+                created = dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s), backend=on)
                 if place.rank in ranks:
                     assert isinstance(created, dist.ProcessGroup)
                     mine = created
+        if mine is not None and on == "nccl":  # NCCL connects at the first call, which must not be a part of the ranks
+            dist.all_reduce(torch.zeros(1, device=device), group=mine)
         return mine
 
     def stage_and_ep(rank: int) -> tuple[int, ...]:
@@ -186,7 +198,8 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeout: datetime.tim
         cp=cp,
         ep=ep,
         device=device,
-        control_group=group(lambda rank: (), "gloo"),
+        # a save writes while the others wait here
+        control_group=group(lambda rank: (), max(timeouts.train_timeout_s, timeouts.save_timeout_s), "gloo"),
         world_group=group(lambda rank: ()),
         pp_group=group(lambda rank: mesh.coords(rank)[1:]),
         ep_fwd_group=group(lambda rank: mesh.coords(rank)[:3]),

@@ -15,7 +15,7 @@ collectives need no packing. Worked example, 10 rows on n = 4: chunks of 3, shar
 Gradients are *summed*; the loss carried 1 / (valid tokens of the global batch), and nothing else scales them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,24 +41,24 @@ class Sharded:
         shape = (info.shape[0] // world.mesh.ep, *info.shape[1:]) if info.kind == "expert" else info.shape
         flat = (shape[0] * shape[1], *shape[2:]) if info.kind == "expert" else shape
         self.rows = flat[0]
-        self.chunk = -(-self.rows // self.parts)
-        self.first_row = (world.ep * self.rows if info.kind == "expert" else 0) + self.part * self.chunk
+        self.shard_rows = -(-self.rows // self.parts)
+        self.first_row = (world.ep * self.rows if info.kind == "expert" else 0) + self.part * self.shard_rows
 
         wide = accumulate_dtype(dtype)
         device = world.device
-        padded = (self.parts * self.chunk, *flat[1:])
+        padded = (self.parts * self.shard_rows, *flat[1:])
         self._data = torch.zeros(padded, dtype=wide if info.fp32 else dtype, device=device)
         self._grad = torch.zeros(padded, dtype=wide, device=device)
         self.weight = Weight(info.name, self._data[: self.rows].view(shape), self._grad[: self.rows].view(shape))
-        own = min(max(self.rows - self.part * self.chunk, 0), self.chunk)  # 0: more ranks than chunks
-        self._masters = torch.zeros(self.chunk, *flat[1:], dtype=wide, device=device)
+        own = min(max(self.rows - self.part * self.shard_rows, 0), self.shard_rows)  # 0: more ranks than chunks
+        self._masters = torch.zeros(self.shard_rows, *flat[1:], dtype=wide, device=device)
         self.master = self._masters[:own]
         self.exp_avg = torch.zeros_like(self.master)
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.step = torch.zeros((), dtype=torch.float32, device=device)
 
     def _own(self, whole: Tensor) -> Tensor:
-        return whole[self.part * self.chunk : (self.part + 1) * self.chunk]
+        return whole[self.part * self.shard_rows : (self.part + 1) * self.shard_rows]
 
     @property
     def grad(self) -> Tensor:
@@ -85,17 +85,22 @@ class Sharded:
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, as soon as the step's last contribution to them is in."""
+    """Parameters whose reductions start together, when the step's last contribution to any of them is in."""
 
-    def __init__(self, members: Sequence[Sharded]):
+    def __init__(self, members: Sequence[Sharded], contributions: int):
+        """`contributions`: how many weight gradients one micro-batch adds to the members."""
         self._members = members
+        self._contributions = contributions
         self._left = 0
         self._works: list[dist.Work | None] = []
         for member in members:
             member.weight.contributed = self._count
 
-    def expect(self, contributions: int) -> None:
-        self._left, self._works = contributions, []
+    def begin(self, micro_batches: int) -> None:
+        """Clear the main gradients and count down from a step's contributions."""
+        for member in self._members:
+            member.zero_grad()
+        self._left = micro_batches * self._contributions
 
     def _count(self) -> None:
         self._left -= 1
@@ -106,8 +111,8 @@ class Bucket:
     def wait(self) -> None:
         names = ", ".join(member.info.name for member in self._members[:3])
         assert self._left == 0, f"{self._left} weight gradients of the bucket of {names} ... are missing"
-        _wait(self._works)
-        self._works = []  # gloo would deliver the sum once more at a second wait
+        works, self._works = self._works, []  # gloo would deliver the sum once more at a second wait
+        _wait(works)
 
 
 @dataclass(frozen=True)
@@ -122,16 +127,17 @@ class AdamW:
 class Zero:
     """All parameters of this rank's two stages, their buckets, and the update."""
 
-    def __init__(self, table: Iterable[Parameter], world: World, dtype: torch.dtype, uses: Callable[[str], int]):
-        """`table`: the parameters of this rank's stages. `uses`: matmuls per micro-batch a weight appears in (a tied
-        embedding: 2)."""
+    def __init__(self, table: Iterable[Parameter], world: World, dtype: torch.dtype, tied: str | None):
+        """`table`: the parameters of this rank's stages. `tied`: the name of the embedding that is also the head, which
+        gets two gradients per micro-batch."""
         self.sharded = {info.name: Sharded(info, world, dtype) for info in table}
         self._world = world
-        self._uses = uses
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
         for one in self.sharded.values():
             groups.setdefault(_bucket_key(one.info), []).append(one)
-        self._buckets = [(Bucket(members), members) for members in groups.values()]
+        self._buckets = [
+            Bucket(members, sum(2 if one.info.name == tied else 1 for one in members)) for members in groups.values()
+        ]
         self._publishing: list[dist.Work | None] = []
         self._updates = torch.zeros((), dtype=torch.float32, device=world.device)
 
@@ -140,11 +146,9 @@ class Zero:
         return {name: one.weight for name, one in self.sharded.items()}
 
     def begin_step(self, micro_batches: int) -> None:
-        """Zero the main gradients, say how many contributions each bucket will get, and wait for the new weights."""
-        for bucket, members in self._buckets:
-            for member in members:
-                member.zero_grad()
-            bucket.expect(micro_batches * sum(self._uses(member.info.name) for member in members))
+        """Clear the main gradients, say how many contributions will come, and wait for the new weights."""
+        for bucket in self._buckets:
+            bucket.begin(micro_batches)
         self.wait_for_weights()
 
     def wait_for_weights(self) -> None:
@@ -153,7 +157,7 @@ class Zero:
 
     def grad_norm(self) -> Tensor:
         """Global 2-norm of the gradient over all parameters of all ranks, a device scalar; waits for the reductions."""
-        for bucket, _ in self._buckets:
+        for bucket in self._buckets:
             bucket.wait()
         shards = [one.grad for one in self.sharded.values()]
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
@@ -206,7 +210,8 @@ class Zero:
         self.wait_for_weights()
 
     def publish(self) -> None:
-        """Start making every rank's weights follow the masters, in the order in which the next step uses them."""
+        """Start making every rank's weights follow the masters; `wait_for_weights` ends it."""
+        self.wait_for_weights()  # an earlier all-gather that lands later would bring the old weights back
         self._publishing = [one.publish() for one in self.sharded.values()]
 
 

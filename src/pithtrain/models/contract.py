@@ -4,6 +4,7 @@ A model is one folder that holds exactly these two files; the spec names the fol
 else knows of it. There is no table to add to. This page holds
 
 - `ModelConfig`, the Protocol that a folder's class `Config` satisfies: sizes, the parameter table, FLOPs;
+- `ModelModule`, what `model.py` defines, and `Layer`, what it builds;
 - `Parameter`, a row of that table: build allocates and initialises from it, zero shards by it, checkpoint names by it;
 - `Strict`, `Integer`, `Positive` and `only`, the rules by which text becomes a `Config` (and a section of the spec);
 - `load_config` and `load_model`, which import the folder. `load_model` is the one function here that loads torch.
@@ -29,15 +30,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pithtrain.errors import Problem, SpecError, show
 
 if TYPE_CHECKING:  # this page is read where there is no torch
+    import torch
+    from torch import Tensor
+
     from pithtrain.ops.experts import Experts
-    from pithtrain.ops.linear import Region
+    from pithtrain.ops.linear import Region, Weight
+    from pithtrain.ops.router import Balance
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,20 @@ class Layer:
     experts: "Experts | None"
 
 
+class ModelModule(Protocol):
+    """What a folder's `model.py` defines; `config` is an instance of its own Config."""
+
+    def rope(self, config: Any, length: int, device: "torch.device", dtype: "torch.dtype") -> "Tensor":
+        """Position tables of a run, for `build_layer`; `dtype` is the accumulate dtype."""
+        ...
+
+    def build_layer(
+        self, config: Any, index: int, weights: "Mapping[str, Weight]", tables: "Tensor", balance: "Balance"
+    ) -> Layer:
+        """Layer `index` over this rank's weights, found by their canonical names."""
+        ...
+
+
 class Strict(BaseModel):
     """Frozen, no unknown key, no bool as int, no string as number, no NaN or infinity."""
 
@@ -187,6 +206,6 @@ def load_ignored(architecture: str) -> Mapping[str, str]:
     return cast(Mapping[str, str], _part(architecture, "config").IGNORED)
 
 
-def load_model(architecture: str) -> ModuleType:
+def load_model(architecture: str) -> ModelModule:
     """The module `model` of a model's folder. Imports torch."""
-    return _part(architecture, "model")
+    return cast(ModelModule, _part(architecture, "model"))

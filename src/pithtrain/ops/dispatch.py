@@ -10,7 +10,8 @@ indices only, so its transposes need nothing saved. Each transfer is *launched* 
 *finished* where its result is used; what runs between hides it. The one host synchronisation of a layer is
 `wait_counts`. With expert-parallel size 1 (`LocalExchange`) the same calls move nothing.
 
-Every collective is called on every rank, also for zero rows.
+What it costs where ep > 1, per layer and micro-batch: seven all-to-alls (counts; rows and records; combine; combine';
+drows and dweights) and one host wait. Every collective is called on every rank, also for zero rows.
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from torch import Tensor
 from pithtrain.ops.experts import Received
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.permute import ordered_sum, plan_rows
+
+ROUND_ROWS = 1024  # of a buffer on CUDA: the caching allocator meets few sizes, and does not fragment
 
 
 @dataclass
@@ -50,6 +53,9 @@ class Lane:
     A collective waits for everything queued on the stream that launches it. Launched from the compute stream it would
     also wait for the overlapped partner's work; so each direction launches from a stream of its own that has waited
     for the producer alone. On CPU there is no stream and `after` does nothing.
+
+    Memory: what the launch stream reads was made on the compute stream, and its holder (tape, exchange, generator)
+    keeps it until the transfer is finished there; what it makes for the compute stream is recorded in `finish`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
@@ -75,16 +81,11 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
-    def keep(self, *tensors: Tensor) -> None:
-        """These were made on the compute stream and are read on the launch stream: their memory must outlive that."""
-        if self._stream is not None:
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
-
     def exchange(self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Transfer:
         """All-to-all of the leading dim with these row counts per rank (None: one equal part each)."""
         total = rows.shape[0] if received is None else sum(received)
-        out = rows.new_empty(total, *rows.shape[1:])
+        room = -(-total // ROUND_ROWS) * ROUND_ROWS if rows.is_cuda else total
+        out = rows.new_empty(room, *rows.shape[1:])[:total]
         work = dist.all_to_all_single(out, rows, received, sent, group=self.group, async_op=True)
         return Transfer(out, rows, work)
 
@@ -167,7 +168,6 @@ class Exchange:
     def launch_counts(self) -> None:
         """(rows, slots) for each rank, exchanged; then one copy to pinned host memory behind one event."""
         lane, counts = self._forward, self._rows.counts_G2
-        lane.keep(counts)
         with lane.after(self._ready):
             sent = counts.to(torch.int32)
             both = torch.stack((sent, lane.exchange(sent).finish()))
@@ -190,7 +190,6 @@ class Exchange:
     def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None:
         """n [T, H] in compute dtype and w [T, K] fp32, whose producer came before this exchange was made."""
         lane, rows, total = self._forward, self._rows, self.rows_sent
-        lane.keep(n_TH, w_TK, rows.token_U, rows.local_Uq, rows.row_TK, rows.col_TK)
         with lane.after(self._ready):
             weights = w_TK.new_zeros(rows.local_Uq.shape)
             weights[rows.row_TK, rows.col_TK] = w_TK
@@ -218,7 +217,6 @@ class Exchange:
 
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         lane = self._backward
-        lane.keep(dh_TH, self._rows.token_U)
         with lane.after(lane.mark()):
             self._flights = [lane.exchange(dh_TH[self._token], self._sent, self._received)]
 

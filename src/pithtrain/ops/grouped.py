@@ -3,6 +3,9 @@
 `ends_E` holds int32 end offsets. Any group size is legal, zero included; exactly R rows are allocated, so nothing
 behind the last group is ever read. bf16 on CUDA uses `F.grouped_mm`; the twin is a loop over experts.
 
+The weight gradient of bf16 on CUDA is one bf16 product per micro-batch, added to the fp32 sum: a rounding of 2^-9 per
+micro-batch, a pass and a temporary that a kernel of our own will save.
+
 Legend: R rows in expert order, E local experts, N output width, K input width.
 """
 
