@@ -157,11 +157,12 @@ def test_a_shard_that_cannot_be_read_is_a_checkpoint_error(
 
 
 def save_again_job(place: Place, fields: dict[str, Any], folder: Path, die_at: int) -> int:
-    """Save step 2 twice; the second time dies before its `die_at`-th file operation. -> operations done."""
+    """Save step 2, twice in an empty folder; the last save dies before its file operation `die_at`. -> operations."""
     spec = from_dict(fields)
     with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
-        checkpoint.save(folder, engine.zero, world, Position(2, 32), ABOUT)
+        if not folder.exists():
+            checkpoint.save(folder, engine.zero, world, Position(2, 32), ABOUT)
         done = 0
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in ((Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (json, "dump"), (os, "fsync")):
@@ -185,12 +186,18 @@ def test_a_save_that_dies_anywhere_leaves_a_complete_checkpoint(pool: Pool, tmp_
     fields = make_spec().model_dump(mode="json")
     [operations] = pool.run(1, save_again_job, fields, tmp_path / "whole", 0)
     assert operations >= 8
-    for die_at in range(1, operations + 1):
-        folder = tmp_path / str(die_at)
+
+    def dies(folder: Path, die_at: int) -> Path:
         pool.run(1, save_again_job, fields, folder, die_at)
         newest = checkpoint.newest(folder, lambda text: None)
         assert newest is not None, f"nothing left after dying at operation {die_at}"
         assert checkpoint.read(newest)["step"] == 2
+        return newest
+
+    left = {die_at: dies(tmp_path / str(die_at), die_at) for die_at in range(1, operations + 1)}
+    [between] = {path.parent for path in left.values() if path.name.endswith(".old")}  # only the old one is visible
+    for die_at in range(1, operations + 1):  # and the save that follows dies as well
+        dies(shutil.copytree(between, tmp_path / f"again-{die_at}"), die_at)
 
 
 def test_a_save_replaces_what_a_killed_save_left(pool: Pool, tmp_path: Path) -> None:

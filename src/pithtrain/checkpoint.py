@@ -207,10 +207,10 @@ def _mesh(world: World, kind: str) -> DeviceMesh:
 def _replace(final: Path, partial: Path) -> None:
     """Make `partial` visible as `final`. One of the same step (the step was done again) stays until then."""
     old = final.with_name(final.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
     _sync_folder(partial)
+    if final.exists():  # else `old` may be all there is, after a death between these two renames
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
     partial.rename(final)
     _sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
