@@ -3,6 +3,8 @@
 Every mesh runs the same 5 x 16 sequences as one process. Expert ids must agree first: else nothing could.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,11 @@ VARIANTS = {
         "model": {"tie_word_embeddings": True, "num_experts_per_tok": 4, "mlp_only_layers": [3]}
     },
 }
+
+
+def variants(fast: str) -> list[Any]:
+    """All of them; `make test-fast` plays one."""
+    return [pytest.param(v, marks=() if v == fast else pytest.mark.slow) for v in VARIANTS]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def assert_same_run(got: Ran, want: Ran, loss: float, grads: float, parameters: 
         assert distance(got.masters[name], master) <= parameters, f"{name} after {STEPS} steps"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants(fast="plain"))
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "pp{}dp{}ep{}".format(*mesh))
 def test_fp32_equals_one_process(
     pool: Pool, one_process: dict[tuple[str, str], Ran], mesh: tuple[int, int, int], variant: str
@@ -52,7 +59,7 @@ def test_fp32_equals_one_process(
     assert_same_run(got, one_process[variant, "float32"], loss=1e-6, grads=1e-5, parameters=1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants(fast="five layers"))
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "pp{}dp{}ep{}".format(*mesh))
 def test_float64_equals_one_process(
     pool: Pool, one_process: dict[tuple[str, str], Ran], mesh: tuple[int, int, int], variant: str
