@@ -204,3 +204,13 @@ def test_a_call_that_is_wrong_ends_with_code_2(tmp_path: Path) -> None:
         done = pithtrain(*arguments, cwd=tmp_path)
         assert done.returncode == 2, arguments
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("change", ["name=other", "output_dir=elsewhere", "model.hidden_size=64"])
+def test_resume_refuses_what_would_be_another_run_and_leaves_the_spec(tmp_path: Path, change: str) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    before = run.spec_yaml.read_text()
+    done = pithtrain("resume", run.path, "--set", change, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"{change.split('.')[0].split('=')[0]}: cannot change at a resume" in done.stderr
+    assert run.spec_yaml.read_text() == before

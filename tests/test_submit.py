@@ -83,10 +83,10 @@ def test_the_script_as_text(tmp_path: Path) -> None:
     #SBATCH --time=1441
 
     # setup
+    module load cuda
     export PYTHONPATH=/shared/runs/fake/code${{PYTHONPATH:+:$PYTHONPATH}}
     export NCCL_DEBUG='it'"'"'s fine'
     export PITHTRAIN_ATTEMPT=3
-    module load cuda
 
     # command
     export SUBMITIT_EXECUTOR=slurm

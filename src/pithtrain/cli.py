@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from pithtrain.errors import PithtrainError, RunDirError, RunFailed, StoppedEarly
+from pithtrain.errors import ABSENT, PithtrainError, Problem, RunDirError, RunFailed, SpecError, StoppedEarly
 
 if TYPE_CHECKING:
     from pithtrain.jobs import State
     from pithtrain.rundir import RunDir
     from pithtrain.spec import RunSpec
+    from pithtrain.submit import Launcher
 
 app = typer.Typer(
     help="Trains Mixture-of-Experts language models from a declarative run spec.",
@@ -152,9 +153,10 @@ def resume(run: Run, overrides: Set = None, output_dir: OutputDir = Path("runs")
     if (rundir.last_job(found) or {}).get("launcher") == "train" or worker.seat(os.environ).world_size > 1:
         _foreground(lambda: _prepare_resume(found, overrides))
     else:
-        _prepare_resume(found, overrides)
+        by = starting.launcher()
+        _prepare_resume(found, overrides, by)
         spec = load(found.spec_yaml)
-        _say_submitted(found, spec, starting.submit(found, spec, starting.launcher()))
+        _say_submitted(found, spec, starting.submit(found, spec, by))
 
 
 @app.command(epilog=example("pithtrain demo"))
@@ -209,13 +211,21 @@ def _foreground(prepare: "Callable[[], RunDir]") -> None:
     del store
 
 
-def _prepare_resume(run: "RunDir", overrides: list[str] | None) -> "RunDir":
-    """Check that `run` can go on, and bring its spec and code up to date, saying what changes."""
+def _prepare_resume(run: "RunDir", overrides: list[str] | None, by: "Launcher | None" = None) -> "RunDir":
+    """Check that `run` can go on, and bring its spec and code up to date, saying what changes. `by`: how it will be
+    submitted, None in the foreground."""
     from pithtrain import jobs, rundir
+    from pithtrain import submit as starting
     from pithtrain.spec import load
 
     jobs.refuse_if_live(run)
-    spec = load(run.spec_yaml, overrides or ())
+    before, spec = load(run.spec_yaml), load(run.spec_yaml, overrides or ())
+    fixed = [name for name in ("name", "output_dir", "model") if getattr(before, name) != getattr(spec, name)]
+    if fixed:
+        rule = "cannot change at a resume; start another run"
+        raise SpecError([Problem(name, ABSENT, rule) for name in fixed])
+    if by is not None:
+        starting.check(spec, by)
     done_at = (rundir.read_json(run.done) or {}).get("step", 0)
     if done_at >= spec.training.max_steps:
         raise RunDirError(

@@ -155,7 +155,7 @@ def open_corpus(path: Path) -> Corpus:
         raise DataError(f"{path}: there is no corpus here; `pithtrain tokenize` makes one")
     manifest = path / MANIFEST
     try:
-        fields = json.loads(manifest.read_bytes())
+        fields: dict[str, Any] = json.loads(manifest.read_bytes())
     except FileNotFoundError as error:
         found = len(list(path.glob("*.tokens")))
         raise DataError(
@@ -166,6 +166,13 @@ def open_corpus(path: Path) -> Corpus:
     found = fields.get("format"), fields.get("version")
     if found != (FORMAT, VERSION):
         raise DataError(f"{manifest}: is in format {found}, this version reads {(FORMAT, VERSION)}")
+    try:
+        return _corpus_of(path, fields)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{manifest}: lacks {error}; copy it again") from error
+
+
+def _corpus_of(path: Path, fields: dict[str, Any]) -> Corpus:
     vocabulary = Vocabulary(fields["vocab_size"], fields["eos_id"], fields["tokenizer_sha256"])
     shards = tuple(Shard(path / s["file"], vocabulary, s["num_tokens"], s["num_documents"]) for s in fields["shards"])
     for shard in shards:

@@ -53,6 +53,10 @@ def _absolute(value: object) -> object:
 
 
 def _resume(value: object) -> object:
+    if value == "never":
+        raise ValueError(
+            "is auto or a path: a new run directory has nothing to resume, and an old one must lose nothing"
+        )
     return value if value in ("auto", "") or not isinstance(value, str) else str(_absolute(value))
 
 
@@ -443,6 +447,9 @@ def _check_lr(lr_scheduler: LrSchedulerSection, optimizer: OptimizerSection, tra
         end = f"training.max_steps = {last}" if decay is None else f"decay_steps = {decay}"
         if warmup >= (decay or last):
             yield Problem(f"{at}.warmup_steps", warmup, f"must be below {end}, which counts the warm-up too")
+        if decay is not None and decay < last and min_lr == 0:
+            rule = f"ends at a rate of 0 before training.max_steps = {last}, and nothing is learnt after it"
+            yield Problem(f"{at}.decay_steps", decay, rule, f"set {at}.min_lr above 0, or {at}.decay_steps to {last}")
     elif decay is None:
         yield Problem(f"{at}.decay_steps", None, "type: wsd needs the length of its last decay, in steps")
     elif warmup + decay > last:
@@ -473,7 +480,8 @@ def _check_data(data: DataSection) -> Problems:
         yield Problem("data.epochs", data.epochs, rule, "give one of the two")
 
 
-OWN_ENVIRONMENT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
+OWN_ENVIRONMENT = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH|(SLURM|SUBMITIT|PITHTRAIN)_.*")
+SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD).*", re.IGNORECASE)
 OWN_OPTIONS = {
     *SlurmSection.model_fields,
     "job_name",
@@ -483,6 +491,11 @@ OWN_OPTIONS = {
     "output",
     "error",
     "chdir",
+    "array",  # copies of a run in one run directory
+    "wait",
+    "wrap",
+    "parsable",
+    "test_only",
 }
 
 
@@ -494,15 +507,20 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
         rule = f"must be below half of slurm.time = {slurm.time}, which is {60 * minutes} s, to train more than save"
         yield Problem("slurm.signal_delay_s", delay, rule, f"at most {30 * minutes - 1}")
     for key, value in slurm.env.items():
-        if key in OWN_ENVIRONMENT or key.startswith("SLURM_"):
+        if OWN_ENVIRONMENT.fullmatch(key):
             yield Problem(f"slurm.env.{key}", value, "is set by pithtrain or Slurm for every rank")
+        elif not re.fullmatch(r"[A-Za-z_]\w*", key):
+            yield Problem(f"slurm.env.{key}", value, "is no name of a variable: letters, digits and _")
+        elif SECRET.fullmatch(key):
+            hint = "export it in the shell you submit from: the job inherits it"
+            yield Problem(f"slurm.env.{key}", "...", "looks like a secret, and a spec is kept and shown", hint)
     for key, value in slurm.additional_parameters.items():
         name = key.replace("-", "_")
         hint = f"set slurm.{name}" if name in SlurmSection.model_fields else "it follows from the mesh and the name"
         if name in OWN_OPTIONS:
             yield Problem(f"slurm.additional_parameters.{key}", value, "is ours to set", hint)
-        elif not isinstance(value, str | int | float):
-            yield Problem(f"slurm.additional_parameters.{key}", value, "must be a string, a number, true or false")
+        elif value is False or not isinstance(value, str | int | float):
+            yield Problem(f"slurm.additional_parameters.{key}", value, "must be a string, a number or true")
 
 
 def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], prefix: str = "") -> Problems:

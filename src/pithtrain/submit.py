@@ -96,9 +96,9 @@ def parameters(spec: RunSpec, run: RunDir, attempt: int) -> dict[str, Any]:
         "exclusive": slurm.exclusive or None,
         "signal_delay_s": slurm.signal_delay_s,
         "setup": [
+            *slurm.setup,  # first: a module it loads must not come before the snapshot
             f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
             *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-            *slurm.setup,
         ],
         "srun_args": [
             "--kill-on-bad-exit=1",  # one rank's end ends the step ...

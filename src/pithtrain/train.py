@@ -29,7 +29,7 @@ from pithtrain import checkpoint
 from pithtrain.build import Engine, build, device_type
 from pithtrain.checkpoint import Position
 from pithtrain.data import Dataset
-from pithtrain.errors import CheckpointError, NotFiniteError
+from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError
 from pithtrain.events import Events, Metrics
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
@@ -72,9 +72,12 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, should_stop: Callable[[], 
         events = Events(run_dir, spec, place.attempt) if world.rank == 0 else None
         try:
             outcome = _run(spec, run_dir, world, events, place.attempt, should_stop)
-        except BaseException:
+        except BaseException as error:
             if events is not None:
                 events.close(exit_code=1)
+            if isinstance(error, torch.OutOfMemoryError):
+                knobs = "training.micro_batch_size, training.sequence_length, or spread the model over more ranks"
+                raise CapacityError(f"rank {world.rank} is out of device memory ({error}); lower {knobs}") from error
             raise
         if events is not None:
             events.close(exit_code=0)

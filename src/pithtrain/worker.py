@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pithtrain import rundir
-from pithtrain.errors import PithtrainError, Problem, SpecError
+from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -352,26 +352,34 @@ class Watcher:
 
     def _watch(self) -> None:
         while not self.finished.wait(POLL_S):
-            if os.getppid() != self.parent:
-                self.flag.set("the launcher died")
-            # rank 0 alone looks, and only at a stamp of this attempt: a stale marker must stop nobody
-            if self.rank == 0 and (rundir.read_json(self.run.stop) or {}).get("attempt", 0) >= self.attempt:
-                self.flag.set("cancelled")
-            if any(path.name != f"rank-{self.rank}.json" for path in self.run.errors(self.attempt).glob("rank-*.json")):
-                # the main thread may be failing by itself right now: its own traceback is worth the wait
-                if not self.finished.wait(GRACE_S):
-                    self._leave()
-                return
+            try:
+                failed = self._look()
+            except OSError:  # a network file system answers ESTALE or EIO now and then: look again
+                continue
+            # the main thread may be failing by itself right now: its own traceback is worth the wait
+            if failed and not self.finished.wait(GRACE_S):
+                self._leave()
+
+    def _look(self) -> bool:
+        """Set the flag if asked to stop; answer whether another rank of this attempt has failed."""
+        if os.getppid() != self.parent:
+            self.flag.set("the launcher died")
+        # rank 0 alone looks, and only at a stamp of this attempt: a stale marker must stop nobody
+        if self.rank == 0 and (rundir.read_json(self.run.stop) or {}).get("attempt", 0) >= self.attempt:
+            self.flag.set("cancelled")
+        return any(path.name != f"rank-{self.rank}.json" for path in self.run.errors(self.attempt).glob("rank-*.json"))
 
     def _leave(self) -> None:
+        code = 1
         with contextlib.suppress(Exception):
             first = rundir.first_error(self.run, self.attempt)
+            code = first["exit_code"] if first else 1
             # to the descriptor, which is the log: on the console the cause is said once
             os.write(2, f"leaving because of {describe_error(first) if first else 'another rank'}\n".encode())
             faulthandler.dump_traceback(2, all_threads=True)
             if self.rank == 0:
-                _end_attempt(self.run, self.attempt, "failed", 1)
-        os._exit(1)
+                _end_attempt(self.run, self.attempt, "failed", code)
+        os._exit(code)
 
 
 class Tee(io.TextIOBase):
@@ -435,6 +443,9 @@ def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, An
     from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
     here = seat(env)
+    if here.launcher not in ("torchrun", "slurm"):
+        rule = "RANK and WORLD_SIZE are set without MASTER_ADDR, so the ranks cannot meet"
+        raise RunDirError(f"{rule}; unset RANK WORLD_SIZE LOCAL_RANK, or start through torchrun or srun")
     method = init_method(env, Path(os.devnull))
     store = next(rendezvous(method, here.rank, here.world_size))[0]
     if here.rank == 0:
