@@ -77,10 +77,11 @@ def test_any_mesh_loads_it_bitwise(
 
 def test_newest_complete_is_found_whatever_lies_beside_it(tmp_path: Path) -> None:
     """Cases 112 and 115: by number, not by text; without a readable marker it is not there."""
+    whole = {"format": checkpoint.FORMAT, "files": {}, "step": 1, "samples": 1, "updates": 1}
     for name in ("step-00000050", "step-00000900", "step-00001000", "step-00001100", "step-123456789"):
         (tmp_path / name).mkdir()
         if name != "step-123456789":
-            (tmp_path / name / MARKER).write_text(json.dumps({"format": checkpoint.FORMAT, "files": {}}))
+            (tmp_path / name / MARKER).write_text(json.dumps(whole))
     (tmp_path / "step-00001100" / MARKER).write_text('{"format": 1, "st')  # torn
     for junk in ("step-00001200.partial", "step_10.bak"):
         (tmp_path / junk).mkdir()

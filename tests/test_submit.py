@@ -1,5 +1,6 @@
 """How a run starts and ends: the sbatch text, submitit's local executor, the foreground; sbatch is a fake."""
 
+import contextlib
 import json
 import os
 import signal
@@ -470,3 +471,39 @@ def test_case_017_code_edited_after_submission_does_not_run(tmp_path: Path) -> N
             check=True,
         ).stdout
     )
+
+
+FOREGROUND = """
+import sys
+from pathlib import Path
+from pithtrain import submit
+from pithtrain.errors import PithtrainError
+from pithtrain.rundir import RunDir
+from pithtrain.spec import load
+
+run = RunDir(Path(sys.argv[1]))
+try:
+    submit.foreground(run, load(run.spec_yaml))
+except PithtrainError as error:
+    sys.exit(error.exit_code)
+"""
+
+
+def workers_of(run: RunDir) -> list[str]:
+    """Command lines of living worker processes of this run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode())
+    return [line for line in found if f"pithtrain.worker {run.path}" in line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_in_the_first_moment_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
+    """Sent as soon as the first worker is there, before any of them has a handler: all hear it and save."""
+    run, _ = make_run(tmp_path, WAITS_FOR_STOP)
+    train = subprocess.Popen([sys.executable, "-c", FOREGROUND, str(run.path)], start_new_session=True)
+    wait_for(lambda: bool(workers_of(run)))
+    os.kill(train.pid, number)
+    assert train.wait(timeout=60) == 4
+    assert not workers_of(run)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,16 @@ def test_resume_names_another_run(pool: Pool, corpus: Path, tmp_path: Path) -> N
     assert [step for step, *_ in numbers(tmp_path / "b")] == [5, 6]
     train(pool, other, tmp_path / "b", stop_after=1)
     assert [step for step, *_ in numbers(tmp_path / "b")] == [5, 6, 7]
+
+
+def test_a_saved_run_without_a_complete_checkpoint_is_refused_and_keeps_its_lines(corpus: Path, tmp_path: Path) -> None:
+    """Case 39's kind: starting again at 0 would cut what the run has written."""
+    alone(train_spec(corpus, training={"max_steps": 2}), tmp_path)
+    before = lines(tmp_path)
+    shutil.rmtree(RunDir(tmp_path).checkpoints)
+    with pytest.raises(CheckpointError, match=r"step 2 was saved, and .* holds no complete checkpoint any more"):
+        alone(train_spec(corpus, training={"max_steps": 4}), tmp_path)
+    assert lines(tmp_path) == before
 
 
 def alone(spec: RunSpec, folder: Path) -> Outcome:

@@ -170,3 +170,14 @@ def test_reductions_start_while_other_layers_still_compute(pool: Pool) -> None:
     spec = make_spec(2, 2, 1, model={"num_hidden_layers": 8})
     for early, late in pool.run(4, overlap_job, spec.model_dump(mode="json")):
         assert len(early) >= len(late) > 0, f"only {early} are reduced before the last action"
+
+
+def test_the_norm_of_a_large_tensor_is_exact() -> None:
+    """4 M elements: an fp32 sum of squares is 8e-5 off, and the clip would depend on how a mesh cuts the tensor."""
+    spec = make_spec(model={"vocab_size": 4096, "hidden_size": 1024}, training={"sequence_length": 2})
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
+        engine = build(spec, world)
+        for one in engine.zero.sharded.values():
+            one.grad.copy_(torch.randn(one.grad.shape, generator=torch.Generator().manual_seed(1)))
+        want = sum(one.grad.double().square().sum() for one in engine.zero.sharded.values()) ** 0.5
+        assert engine.zero.grad_norm().item() == pytest.approx(float(want), rel=1e-9)

@@ -71,7 +71,11 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
     try:
         dcp_saver.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
     except CheckpointException as error:
-        raise RunFailed(f"{final} cannot be written ({_causes(error)}); older checkpoints are intact") from error
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk its room is needed to say why
+        free = shutil.disk_usage(checkpoints).free / 2**30
+        reason = f"{_causes(error)}; {free:.2f} GiB free"
+        raise RunFailed(f"{final} cannot be written ({reason}); older checkpoints are intact") from error
     if world.rank == 0:
         facts = {"updates": zero.updates, "mesh": asdict(world.mesh), "torch": torch.__version__}
         files = {file.name: file.stat().st_size for file in partial.iterdir()}
@@ -93,6 +97,9 @@ def newest(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
     found: list[tuple[int, bool, Path]] = []
     for path in sorted(checkpoints.glob("step-*")):
         match = _NAME.fullmatch(path.name)
+        if path.name.endswith(".partial"):
+            report(f"{path.name} is a save that did not end")
+            continue
         if match is None:
             report(f"{path.name} is not a checkpoint: its name is not step-<number>")
             continue
@@ -120,8 +127,11 @@ def read(path: Path) -> dict[str, Any]:
     """The marker of a complete checkpoint. Raises IncompleteError, or CheckpointError for another format."""
     try:
         content = json.loads((path / MARKER).read_text())
-        files: dict[str, int] = content["files"]
-        written_by = content["format"]
+        written_by, files = content["format"], dict[str, int]()
+        if written_by == FORMAT:
+            files = dict(content["files"])
+            if not all(isinstance(content[key], int) for key in ("step", "samples", "updates")):
+                raise TypeError
     except (OSError, ValueError, KeyError, TypeError):
         raise IncompleteError(f"{path.name} is incomplete: it has no readable {MARKER}") from None
     if written_by != FORMAT:

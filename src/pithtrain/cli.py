@@ -244,7 +244,7 @@ def _prepare_resume(run: "RunDir", overrides: list[str] | None, by: "Launcher | 
 def _load(config: Path, overrides: list[str] | None, name: str | None) -> "RunSpec":
     from pithtrain.spec import load
 
-    return load(config, [*(overrides or ()), *([f"name={json.dumps(name)}"] if name else [])])
+    return load(config, [*(overrides or ()), *([f"name={json.dumps(name)}"] if name is not None else [])])
 
 
 def _create(spec: "RunSpec", run_dir: Path | None = None) -> "RunDir":

@@ -163,12 +163,14 @@ def open_corpus(path: Path) -> Corpus:
         ) from error
     except ValueError as error:
         raise DataError(f"{manifest}: is not JSON ({error}); copy it again") from error
+    if not isinstance(fields, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  it is a file's word
+        raise DataError(f"{manifest}: is not an object; copy it again")
     found = fields.get("format"), fields.get("version")
     if found != (FORMAT, VERSION):
         raise DataError(f"{manifest}: is in format {found}, this version reads {(FORMAT, VERSION)}")
     try:
         return _corpus_of(path, fields)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{manifest}: lacks {error}; copy it again") from error
 
 

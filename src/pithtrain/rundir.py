@@ -182,9 +182,11 @@ def read_lines_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
     rows: list[dict[str, Any]] = []
     for line in whole.split(b"\n"):
         try:
-            rows.append(json.loads(line))
+            row: Any = json.loads(line)
         except ValueError:
             continue
+        if isinstance(row, dict):
+            rows.append(cast(dict[str, Any], row))
     return rows, start + len(whole)
 
 

@@ -49,6 +49,8 @@ Problems = Iterator[Problem]
 
 
 def _absolute(value: object) -> object:
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError("holds a character that cannot be printed")
     return Path(os.path.abspath(os.path.expanduser(value))) if isinstance(value, str | Path) and str(value) else value
 
 

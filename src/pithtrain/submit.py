@@ -15,6 +15,7 @@ a local run. It costs half a second.
 would get, on a machine without Slurm too.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -194,7 +195,9 @@ def foreground(run: RunDir, spec: RunSpec) -> None:
     check(spec, "local")
     attempt = claim_for_this_process(run)
     size = spec.world_size
-    env = task_environment(run, spec, attempt)
+    env = task_environment(run, spec, attempt) | {worker.PARENT: str(os.getpid())}
+    # held back until there is a handler, here and in each worker, which inherits the mask: nobody dies unheard
+    signal.pthread_sigmask(signal.SIG_BLOCK, worker.STOP_SIGNALS)
     tasks = [
         subprocess.Popen(
             [sys.executable, "-m", "pithtrain.worker", str(run.path)],
@@ -233,6 +236,7 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
             task.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, worker.STOP_SIGNALS)
     deadline = math.inf
     try:
         while None in (codes := [task.poll() for task in tasks]) and asked < 2 and time.monotonic() < deadline:
@@ -265,7 +269,8 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
                 raise StoppedEarly(message)
     last = rundir.last_attempt(run) or {}
     if last.get("attempt") == attempt and last.get("end") is None:
-        rundir.record_attempt(run, attempt, end=time.time(), ended="killed")
+        with contextlib.suppress(OSError):  # a full disk hides no cause
+            rundir.record_attempt(run, attempt, end=time.time(), ended="killed")
     raise failure(run, attempt, exit_codes)
 
 

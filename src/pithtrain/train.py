@@ -34,7 +34,7 @@ from pithtrain.events import Events, Metrics
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.pipeline import MicroBatch
-from pithtrain.rundir import RunDir
+from pithtrain.rundir import RunDir, read_lines
 from pithtrain.spec import LrSchedulerSection, RunSpec
 from pithtrain.tape import Stats, new_stats
 from pithtrain.world import Place, World, all_reduce_sum, connect
@@ -75,7 +75,7 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, should_stop: Callable[[], 
         except BaseException as error:
             if events is not None:
                 events.close(exit_code=1)
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
                 knobs = "training.micro_batch_size, training.sequence_length, or spread the model over more ranks"
                 raise CapacityError(f"rank {world.rank} is out of device memory ({error}); lower {knobs}") from error
             raise
@@ -138,6 +138,9 @@ def _run(
         if log_due or save_due:
             count, first = meter.skips.tolist()
             if count:
+                line = _metrics(spec, world, attempt, meter, position, lr, result)
+                if events is not None:
+                    events.metrics(line)
                 save(position)  # the updates of those steps were left out, so what stands is sound: lose none of it
                 raise NotFiniteError(
                     f"the gradient norm was not finite at step {first:.0f}, and at {count:.0f} of the steps up to "
@@ -230,6 +233,12 @@ def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | Non
         if path is None and spec.resume != "auto":
             path = checkpoint.resolve(spec.resume, report)
         if path is None:
+            saved = [row["step"] for row in read_lines(run_dir.events) if row["event"] == "saved"]
+            if saved:  # a restart from 0 would cut the run's history
+                raise CheckpointError(
+                    f"step {saved[-1]} was saved, and {run_dir.checkpoints} holds no complete checkpoint any more; "
+                    "put one back, or start another run"
+                )
             return None
         content = checkpoint.read(path)
         checkpoint.check(path, content, about)

@@ -57,6 +57,8 @@ POLL_S = 1.0  # how often a rank looks for another rank's error file
 GRACE_S = 5.0  # then the time it has to fail by itself, with a traceback of its own
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the kernel's ephemeral range, which starts at 32768
 GIVEN_DEVICES = "PITHTRAIN_CUDA_VISIBLE_DEVICES"  # carries CUDA_VISIBLE_DEVICES past submitit's local executor
+PARENT = "PITHTRAIN_PARENT"  # the pid of a launcher of ours: it may be dead before this process can ask
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 INTERACTIVE_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from here on
 
 # An error that another rank's death causes, in the words of gloo, NCCL and the stores
@@ -283,10 +285,10 @@ def _die(run: RunDir, attempt: int, here: Seat, error: BaseException, log: TextI
             "exit_code": exit_code,
             "traceback": "".join(traceback.format_exception(error)),
         }
-        rundir.write_atomic(run.error(attempt, here.rank), json.dumps(report, indent=2) + "\n")
-        print(report["traceback"], file=log, flush=True)
         if not secondary and here.launcher != "spawn":  # there the parent says it, once
             print(f"error: {describe_error(report)}", file=console, flush=True)
+        rundir.write_atomic(run.error(attempt, here.rank), json.dumps(report, indent=2) + "\n")
+        print(report["traceback"], file=log, flush=True)
         if here.rank == 0:
             _end_attempt(run, attempt, "failed", exit_code)
     except BaseException:
@@ -319,6 +321,7 @@ class StopFlag:
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back by a launcher of ours until now
 
     def set(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -339,7 +342,7 @@ class Watcher:
 
     def __init__(self, run: RunDir, attempt: int, rank: int, flag: StopFlag) -> None:
         self.run, self.attempt, self.rank, self.flag = run, attempt, rank, flag
-        self.parent = os.getppid()
+        self.parent = int(os.environ.get(PARENT, os.getppid()))
         self.finished = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
 

@@ -37,7 +37,7 @@ class Config(Strict):
     )
     vocab_size: Positive = Field(description="rows of the embedding and of the head")
     hidden_size: Positive = Field(description="H, width of the residual stream")
-    num_hidden_layers: Positive = Field(description="L, number of blocks")
+    num_hidden_layers: Positive = Field(le=256, description="L, number of blocks; the search for a cut ends at 256")
     num_attention_heads: Positive = Field(description="query heads")
     num_key_value_heads: Positive = Field(description="key/value heads; each serves an equal group of query heads")
     head_dim: Positive = Field(description="width of a head, even (rotary halves); need not be hidden_size / heads")
