@@ -237,15 +237,17 @@ def test_case_022_a_local_failure_is_a_failure_with_its_cause(tmp_path: Path) ->
     assert "rank 1: ValueError: the cause" in str(submit.failure(run, 1))
 
 
-def test_a_local_rank_that_is_killed_is_named_though_only_its_peers_could_write(tmp_path: Path) -> None:
-    train = """
+RANK_1_IS_KILLED = """
 def run(spec, run_dir, place, should_stop):
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     raise RuntimeError("Connection closed by peer")
 """
-    run, spec = make_run(tmp_path, train)
+
+
+def test_a_local_rank_that_is_killed_is_named_though_only_its_peers_could_write(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, RANK_1_IS_KILLED)
     submit.submit(run, spec, "local")
     assert jobs.wait(run).word == "failed"
     assert "rank 1 was killed" in str(submit.failure(run, 1))
@@ -372,14 +374,7 @@ def test_foreground_reports_the_first_cause_with_its_exit_code(
 
 
 def test_foreground_names_a_killed_rank(tmp_path: Path) -> None:
-    train = """
-def run(spec, run_dir, place, should_stop):
-    if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    raise RuntimeError("Connection closed by peer")
-"""
-    run, spec = make_run(tmp_path, train)
+    run, spec = make_run(tmp_path, RANK_1_IS_KILLED)
     with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL"):
         submit.foreground(run, spec)
 

@@ -137,21 +137,18 @@ def _run(
         save_due = last or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
         if log_due or save_due:
             count, first = meter.skips.tolist()
-            if count:
+            if log_due or count:
                 line = _metrics(spec, world, attempt, meter, position, lr, result)
+                meter.restart()
                 if events is not None:
                     events.metrics(line)
+            if count:
                 save(position)  # the updates of those steps were left out, so what stands is sound: lose none of it
                 raise NotFiniteError(
                     f"the gradient norm was not finite at step {first:.0f}, and at {count:.0f} of the steps up to "
                     f"{step}; those updates were left out and step {step} is saved. guards.non_finite is "
                     f"{spec.guards.non_finite!r}: lower optimizer.lr or look at the data of that step, then resume"
                 )
-        if log_due:
-            line = _metrics(spec, world, attempt, meter, position, lr, result)
-            meter.restart()
-            if events is not None:
-                events.metrics(line)
         if save_due:
             save(position)
             saved = step
