@@ -3,12 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN ?=
 CONFIG ?= configs/tiny.yaml
-SETS := $(foreach pair,$(SET),--set '$(pair)')
+SETS := $(foreach pair,$(SET),--set '$(pair)')  # values without blanks; else call pithtrain itself
+GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 
-.PHONY: help setup demo test test-fast lint format submit status logs cancel bench
+.PHONY: help setup demo demo-slurm test test-fast lint format validate plan train submit sweep status logs save stacks \
+	cancel resume doctor cluster-up cluster-down cluster-status bench
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/ready data/stdlib/tokenizer.json ## .venv with the package and its development needs; the demo's corpus
 
@@ -38,17 +40,39 @@ format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-submit: setup ## CONFIG=configs/tiny.yaml [SET="a.b=1 c.d=2"] [NAME=n] [DRY=1]
-	$(BIN)/pithtrain submit $(CONFIG) $(SETS) $(if $(NAME),--name $(NAME)) $(if $(DRY),--dry-run)
+validate plan train: setup ## CONFIG=configs/tiny.yaml [SET="a.b=1 c.d=2"]
+	$(BIN)/pithtrain $@ $(CONFIG) $(SETS)
 
-status: setup ## [RUN=name] one line a run
-	$(BIN)/pithtrain status $(RUN)
+submit: setup ## CONFIG=configs/tiny.yaml [SET="a.b=1 c.d=2"] [NAME=n] [DRY=1] [WAIT=1]
+	$(BIN)/pithtrain submit $(CONFIG) $(SETS) $(if $(NAME),--name $(NAME)) $(if $(DRY),--dry-run) $(if $(WAIT),--wait)
 
-logs: setup ## RUN=name [RANK=0] the log of a rank
-	$(BIN)/pithtrain logs $(RUN) $(if $(RANK),--rank $(RANK))
+sweep: setup ## CONFIG=... GRID="optimizer.lr=1e-3,2e-3 training.seed=1,2" [SET=...] [PARALLEL=n] [NAME=n] [DRY=1]
+	$(BIN)/pithtrain sweep $(CONFIG) $(GRIDS) $(SETS) $(if $(PARALLEL),--max-parallel $(PARALLEL)) \
+		$(if $(NAME),--name $(NAME)) $(if $(DRY),--dry-run)
 
-cancel: setup ## RUN=name save at the next step, then stop
-	$(BIN)/pithtrain cancel $(RUN)
+status: setup ## [RUN=name] [WATCH=1] one line a run, or one run in detail
+	$(BIN)/pithtrain status $(RUN) $(if $(WATCH),--watch)
+
+logs: setup ## RUN=name [RANK=0] [ERR=1] [FOLLOW=1] the log of a rank, or the first error
+	$(BIN)/pithtrain logs $(RUN) $(if $(RANK),--rank $(RANK)) $(if $(ERR),--err) $(if $(FOLLOW),-f)
+
+save stacks: setup ## RUN=name a checkpoint now; the stacks of all ranks
+	$(BIN)/pithtrain $@ $(RUN)
+
+cancel: setup ## RUN=name [NOW=1] save at the next step, then stop
+	$(BIN)/pithtrain cancel $(RUN) $(if $(NOW),--now)
+
+resume: setup ## RUN=name [SET="a.b=1"] [EXCLUDE=nodes] go on from the newest checkpoint
+	$(BIN)/pithtrain resume $(RUN) $(SETS) $(if $(EXCLUDE),--exclude $(EXCLUDE))
+
+doctor: setup ## [NODES=n] what this machine, or the cluster's nodes, lack
+	$(BIN)/pithtrain doctor $(if $(NODES),--nodes $(NODES))
+
+cluster-up cluster-down cluster-status: setup ## a real Slurm on this machine, with fake GPUs
+	$(BIN)/pithtrain cluster $(@:cluster-%=%)
+
+demo-slurm: setup ## the local cluster: submit, preemption, requeue, resume, in three minutes
+	PATH="$(CURDIR)/$(BIN):$$PATH" slurm/demo.sh
 
 bench: setup ## throughput on this machine
 	$(BIN)/python benchmarks/throughput.py

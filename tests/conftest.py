@@ -1,10 +1,17 @@
 """Fixtures that more than one test file uses."""
 
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from harness import Pool
+from pithtrain import cluster
+
+MISSING = [tool for tool in cluster.TOOLS if shutil.which(tool, path=cluster.search_path()) is None]
+NO_SLURM = f"no {', '.join(MISSING)} here: apt-get install slurm-wlm munge" if MISSING else None
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +20,20 @@ def pool() -> Iterator[Pool]:
     started = Pool()
     yield started
     started.close()
+
+
+def short_folder() -> Path:
+    """A new folder for a cluster: munge's socket wants a shorter path than pytest's own folders have."""
+    return Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[dict[str, str]]:
+    """A real local Slurm of two nodes with four fake GPUs each: the environment for its commands, SLURM_CONF in it."""
+    if NO_SLURM:
+        pytest.skip(NO_SLURM)
+    folder = short_folder()
+    cluster.up(folder)
+    yield cluster.environment(folder)
+    cluster.down(folder)
+    shutil.rmtree(folder)

@@ -1,10 +1,12 @@
 """Runs whose engine is a few lines of text: the run directory's snapshot is what workers import, so it is put there.
 
-A fake `train.py` defines `run(spec, run_dir, place, should_stop)`; `Outcome` and `emit(run_dir, place, step)` are there
-for it. No torch is imported, so a run of two processes takes about a second.
+A fake `train.py` defines `run(spec, run_dir, place, watch)`; `Outcome` and `emit(run_dir, place, step)` are there
+for it, and the marker of its end is written for it. No torch is imported, so a run of two processes takes about a
+second.
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -69,8 +71,17 @@ def emit(run_dir, place, step):
             print(json.dumps(row | {"attempt": place.attempt}), file=file)
 """
 
+TAIL = """
+_run = run
+
+def run(spec, run_dir, place, watch):
+    outcome = _run(spec, run_dir, place, watch)
+    watch.ended(outcome.step, outcome.finished)
+    return outcome
+"""
+
 FINISHES = """
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     print("hello from", place)
     for step in range(1, spec.training.max_steps + 1):
         emit(run_dir, place, step)
@@ -78,10 +89,10 @@ def run(spec, run_dir, place, should_stop):
 """
 
 WAITS_FOR_STOP = """
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     emit(run_dir, place, 1)
     print("waiting")
-    while not should_stop():
+    while not watch.should_stop():
         time.sleep(0.05)
     return Outcome(1, False)
 """
@@ -93,13 +104,40 @@ def spec_file(folder: Path, name: str = "fake", ranks: int = 2) -> Path:
     return path
 
 
-def make_run(folder: Path, train: str, name: str = "fake", ranks: int = 2) -> tuple[RunDir, RunSpec]:
+def make_run(
+    folder: Path, train: str, name: str = "fake", ranks: int = 2, overrides: Sequence[str] = ()
+) -> tuple[RunDir, RunSpec]:
     """A run directory whose snapshot trains with the source text `train`."""
-    spec = load(spec_file(folder, name, ranks))
+    spec = load(spec_file(folder, name, ranks), overrides)
     run = rundir.create(spec.output_dir / spec.name, spec.to_yaml(), {}, ["test"])
     (run.code / "pithtrain" / "world.py").write_text(WORLD)
-    (run.code / "pithtrain" / "train.py").write_text(HEAD + train)
+    (run.code / "pithtrain" / "train.py").write_text(HEAD + train + TAIL)
     return run, spec
+
+
+def change_snapshot(run: RunDir, module: str, **constants: float) -> None:
+    """Give a run's own copy of a module other constants."""
+    path = run.code / "pithtrain" / f"{module}.py"
+    text = path.read_text()
+    for name, value in constants.items():
+        text, count = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+        assert count == 1, name
+    path.write_text(text)
+
+
+def ends(tasks: Sequence["subprocess.Popen[str]"], seconds: float = 30) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each; a task that does not end in time fails the test and is killed."""
+    deadline = time.monotonic() + seconds
+    try:
+        results: list[tuple[int, str, str]] = []
+        for task in tasks:
+            out, err = task.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            results.append((task.returncode, out, err))
+        return results
+    finally:
+        for task in tasks:
+            task.kill()
+            task.communicate()
 
 
 def is_waiting(run: RunDir, ranks: Sequence[int], attempt: int = 1) -> bool:
@@ -116,14 +154,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-def start_workers(run: RunDir, ranks: Sequence[int], attempt: int = 1, size: int = 2) -> list["subprocess.Popen[str]"]:
-    """Worker processes as a launcher without supervision would start them."""
+def start_workers(
+    run: RunDir, ranks: Sequence[int], attempt: int = 1, size: int = 2, command: Sequence[str] = ("-m",), **more: str
+) -> list["subprocess.Popen[str]"]:
+    """Worker processes as a launcher without supervision would start them. `more`: further variables."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
-    env = clean | {"PYTHONPATH": str(run.code), "PITHTRAIN_ATTEMPT": str(attempt), "WORLD_SIZE": str(size)}
+    paths = os.pathsep.join(filter(None, [str(run.code), os.environ.get("PYTHONPATH")]))
+    env = clean | {"PYTHONPATH": paths, "PITHTRAIN_ATTEMPT": str(attempt), "WORLD_SIZE": str(size)}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "pithtrain.worker", str(run.path)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, *command, "pithtrain.worker", str(run.path)],
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -208,3 +208,12 @@ def test_a_save_replaces_what_a_killed_save_left(pool: Pool, tmp_path: Path) -> 
     pool.run(2, save_job, spec_fields((1, 1, 2)), tmp_path)
     assert not partial.exists()
     assert checkpoint.newest(tmp_path, pytest.fail) == checkpoint.folder(tmp_path, 2)
+
+
+def test_another_users_checkpoint_is_not_unpickled(
+    saved: tuple[Path, dict[str, dict[str, np.ndarray]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved[0]
+    monkeypatch.setattr(checkpoint.os, "getuid", lambda: 12345)
+    with pytest.raises(CheckpointError, match="cp -r"):
+        checkpoint.load(path, None, None, checkpoint.read(path))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
 from pithtrain import rundir, submit
 from pithtrain.cli import app
@@ -114,7 +115,7 @@ def test_train_fails_with_one_readable_cause(tmp_path: Path) -> None:
 
 def test_resume_runs_in_the_foreground_what_train_made(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    rundir.add_job(run, {"job_id": "1", "launcher": "train", "attempt": 1, "host": "elsewhere", "time": 0})
+    rundir.record_job(run, 1, job_id="1", launcher="train", host="elsewhere", time=0)
     rundir.record_attempt(run, 1, end=1.0, ended="stopped")
     run.logs(1).mkdir(parents=True)
     # resume takes a new snapshot where the code has changed: here the fake engine counts as the old one
@@ -146,7 +147,7 @@ def test_status_logs_cancel_and_resume_of_a_live_run(tmp_path: Path) -> None:
     assert (row["name"], row["word"], row["step"], row["max_steps"], row["attempt"]) == ("fake", "running", 1, 4, 1)
     table = pithtrain("status", cwd=tmp_path).stdout.splitlines()
     assert len(table) == 2
-    assert re.match(r"fake\s+running\s+1\s+1/4\s+7\.0000\s+1\s+local \d+", table[1])
+    assert re.match(r"fake\s+running\s+\S+\s+1/4\s+7\.0000\s+1\s+\d+s ago\s+1\s+local \d+", table[1])
 
     refused = pithtrain("resume", run.path, cwd=tmp_path)
     assert refused.returncode == 2
@@ -161,18 +162,14 @@ def test_status_logs_cancel_and_resume_of_a_live_run(tmp_path: Path) -> None:
     wait_for(lambda: "stopped" in pithtrain("status", "fake", cwd=tmp_path).stdout)
 
 
-def test_a_submission_that_sbatch_refuses_leaves_no_litter(tmp_path: Path) -> None:
-    for name, text in {
-        "sbatch": "echo 'sbatch: error: invalid partition' >&2; exit 1",
-        "srun": "",
-        "sinfo": "",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    done = pithtrain("submit", spec_file(tmp_path), cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert done.returncode == 1
-    assert done.stderr.count("sbatch: error: invalid partition") == 1
-    assert not (tmp_path / "runs" / "fake").exists()
+def test_a_submission_that_sbatch_refuses_leaves_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "echo 'sbatch: error: invalid partition' >&2; exit 1"
+    for sbatch in (refusal, f'[ "$1" = --test-only ] && exit 0; {refusal}'):
+        fake_slurm.install(tmp_path, monkeypatch, sbatch=sbatch)
+        done = pithtrain("submit", spec_file(tmp_path), cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.count("sbatch: error: invalid partition") == 1
+        assert not (tmp_path / "runs" / "fake").exists()
 
 
 def test_status_of_nothing_and_of_an_unknown_run(tmp_path: Path) -> None:

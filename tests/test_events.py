@@ -110,13 +110,17 @@ WRITE = """
     opened.rewind({start})
     for step in range({start} + 1, {start} + 4):
         opened.metrics(metrics(step, val_loss={{"books": 2.0}}))
-    opened.close(exit_code=0)
+    opened.close(**{end})
     print("training went on")
 """
 
 
-def write_with_wandb(run: rundir.RunDir, mode: str, attempt: int = 1, start: int = 0, **env: str) -> str:
-    code = WRITE.format(tests=str(Path(__file__).parent), path=str(run.path), mode=mode, attempt=attempt, start=start)
+def write_with_wandb(
+    run: rundir.RunDir, mode: str, attempt: int = 1, start: int = 0, preempted: bool = False, **env: str
+) -> str:
+    end = {"exit_code": int(preempted), "preempted": preempted}
+    tests = str(Path(__file__).parent)
+    code = WRITE.format(tests=tests, path=str(run.path), mode=mode, attempt=attempt, start=start, end=end)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -133,10 +137,10 @@ def write_with_wandb(run: rundir.RunDir, mode: str, attempt: int = 1, start: int
 
 
 def test_case_149_offline_wandb_is_one_run_over_all_attempts(tmp_path: Path) -> None:
-    """Same id at each attempt, `train/step` as the declared axis, every logged value in the file."""
+    """The first is preempted. One id, `train/step` as the declared axis, every logged value in the file."""
     run, _ = make_run(tmp_path, FINISHES)
     for attempt, start in ((1, 0), (2, 2)):
-        write_with_wandb(run, "offline", attempt, start)
+        write_with_wandb(run, "offline", attempt, start, preempted=attempt == 1)
     identity = run.wandb_id.read_text().strip()
     files = sorted((run.path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert len(files) == 2
@@ -148,6 +152,7 @@ def test_case_149_offline_wandb_is_one_run_over_all_attempts(tmp_path: Path) -> 
     assert seen[0]["history"][0]["val/loss_books"] == 2.0
     assert "train/step" in seen[0]["axes"]
     assert {each["id"] for each in seen} == {identity}
+    assert [(each["preempting"], each["exit"]) for each in seen] == [(1, 1), (0, 0)], "it goes on, then it is done"
 
 
 def read_wandb(path: Path) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def read_wandb(path: Path) -> dict[str, Any]:
         import json, struct
         from wandb.proto import wandb_internal_pb2 as pb
         data = open({str(path)!r}, "rb").read()
-        seen = {{"history": [], "axes": [], "id": None}}
+        seen = {{"history": [], "axes": [], "id": None, "preempting": 0, "exit": None}}
         at, record = 7, b""
         while at < len(data):
             if (left := 32768 - at % 32768) < 7:
@@ -176,6 +181,10 @@ def read_wandb(path: Path) -> dict[str, Any]:
             match read.WhichOneof("record_type"):
                 case "run":
                     seen["id"] = read.run.run_id
+                case "preempting":
+                    seen["preempting"] += 1
+                case "exit":
+                    seen["exit"] = read.exit.exit_code
                 case "metric":
                     seen["axes"].append(read.metric.name or read.metric.step_metric)
                 case "history":

@@ -147,7 +147,7 @@ def test_stale_markers_are_cleared_and_fresh_ones_stay(tmp_path: Path) -> None:
 
 def test_find_by_name_directory_and_job_id(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, FINISHES)
-    rundir.add_job(run, {"job_id": "4711", "launcher": "slurm", "attempt": 1})
+    rundir.record_job(run, 1, job_id="4711", launcher="slurm")
     for reference in ("fake", str(run.path), "4711"):
         assert rundir.find(reference, spec.output_dir) == run
     with pytest.raises(RunDirError, match="nearest: fake"):

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
+import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
-from pithtrain import corpus, jobs, rundir, submit
-from pithtrain.errors import RunDirError, RunFailed, SpecError, StoppedEarly
+from fake_slurm import queue_row
+from pithtrain import corpus, jobs, rundir, slurm, submit
+from pithtrain.errors import RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
 
 FAILS_ON_ONE = """
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     if place.rank == 1:
         raise ValueError("the cause")
     time.sleep(1000)
@@ -63,12 +65,13 @@ def test_the_script_as_text(tmp_path: Path) -> None:
         "slurm.srun_args=[--cpu-bind=none]",
         "training.device=cuda",
     ]
-    run = RunDir(Path("/shared/runs/fake"))
+    run, py = RunDir(Path("/shared/runs/fake")), sys.executable
     expected = f"""\
     #!/bin/bash
 
     # Parameters
     #SBATCH --chdir=/shared/runs/fake/code
+    #SBATCH --comment='pithtrain TOKEN'
     #SBATCH --cpus-per-task=1
     #SBATCH --error=/shared/runs/fake/slurm/%j_0_log.err
     #SBATCH --exclusive
@@ -80,21 +83,32 @@ def test_the_script_as_text(tmp_path: Path) -> None:
     #SBATCH --open-mode=append
     #SBATCH --output=/shared/runs/fake/slurm/%j_0_log.out
     #SBATCH --partition=high
+    #SBATCH --requeue
     #SBATCH --signal=USR2@300
     #SBATCH --time=1441
 
     # setup
+    trap : TERM USR2  # signals are for the ranks: this shell stays, to say what comes next
     module load cuda
     export PYTHONPATH=/shared/runs/fake/code${{PYTHONPATH:+:$PYTHONPATH}}
     export NCCL_DEBUG='it'"'"'s fine'
     export PITHTRAIN_ATTEMPT=3
+    export PITHTRAIN_TOKEN=TOKEN
+    [ -x {py} ] || {{ echo "error: no Python at" {py} "on $(hostname)" >&2; exit 127; }}
+    {py} -m pithtrain.batch before /shared/runs/fake \
+|| {{ {py} -m pithtrain.batch after /shared/runs/fake $?; exit $?; }}
 
     # command
     export SUBMITIT_EXECUTOR=slurm
     srun --unbuffered --output /shared/runs/fake/slurm/%j_%t_log.out --error /shared/runs/fake/slurm/%j_%t_log.err \
---kill-on-bad-exit=1 --wait=60 --cpus-per-task=1 --cpu-bind=none \
-{sys.executable} -u -m submitit.core._submit /shared/runs/fake/slurm
-    """
+--kill-on-bad-exit=1 --wait=120 --cpus-per-task=1 --cpu-bind=none \
+{py} /shared/runs/fake/code/pithtrain/held.py -u -m submitit.core._submit /shared/runs/fake/slurm
+
+
+    # teardown
+    rc=$?
+    {py} -m pithtrain.batch after /shared/runs/fake $rc
+    exit $?"""
     spec = load(spec_file(tmp_path), overrides)
     assert submit.render(spec, run, attempt=3) == textwrap.dedent(expected)
 
@@ -107,49 +121,59 @@ def test_a_cpu_run_asks_for_tasks_and_no_gpu(tmp_path: Path) -> None:
     assert "wckey" not in text
 
 
-def test_hostile_paths_are_data(tmp_path: Path) -> None:
-    """The script runs under a fake srun: a folder name with blanks, quotes and a command in it stays a name."""
+def test_hostile_paths_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs, with a fake srun: a folder name with blanks, quotes and a command in it stays a name."""
     folder = tmp_path / "it's $(touch pwned) `touch pwned` a\"b"
     folder.mkdir()
-    spec = load(spec_file(tmp_path), ["slurm.env={VALUE: $(touch pwned)'\"}"])
-    script = submit.render(spec, RunDir(folder))
-    binaries = tmp_path / "bin"
-    binaries.mkdir()
-    (binaries / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$PYTHONPATH" "$VALUE" "${@: -1}"\n')
-    (binaries / "srun").chmod(0o755)
-    env = {"PATH": f"{binaries}:{os.environ['PATH']}"}
+    made, spec = make_run(tmp_path, FINISHES)
+    run = RunDir(folder / "run")
+    made.path.rename(run.path)
+    values = {"slurm.env": "{VALUE: $(touch pwned)'\"}", "output_dir": json.dumps(str(folder)), "name": "run"}
+    spec = load(run.spec_yaml, [f"{key}={value}" for key, value in values.items()])
+    rundir.write_atomic(run.spec_yaml, spec.to_yaml())
+    shows = '[[ "$*" = *_submit* ]] && printf "%s\\n" "$PYTHONPATH" "$VALUE" "${@: -1}"; exit 0'
+    fake_slurm.install(tmp_path, monkeypatch, srun=shows)
+    env = {**submit.clean_environment(os.environ), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"}
+    env.pop("PYTHONPATH", None)
+    rundir.record_job(run, 1, job_id="7", launcher="slurm", token="TOKEN")
+    script = submit.render(spec, run)
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=20
+        ["bash", "-c", script], cwd=run.code, env=env, capture_output=True, text=True, check=False, timeout=60
     )
-    assert done.stdout.splitlines() == [f"{folder}/code", "$(touch pwned)'\"", f"{folder}/slurm"]
+    assert done.stdout.splitlines()[:3] == [f"{folder}/run/code", "$(touch pwned)'\"", f"{folder}/run/slurm"], (
+        done.stderr
+    )
+    assert done.returncode == 1  # no rank has left a marker
+    assert "attempt 1: it ended without a word; no restart: no step was made" in done.stdout
     assert not list(tmp_path.rglob("pwned"))
 
 
+def test_case_024_a_missing_interpreter_is_named_at_once(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, FINISHES)
+    script = submit.render(spec, run).replace(sys.executable, "/gone/bin/python")
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=20)
+    assert done.returncode == 127
+    assert done.stderr.startswith("error: no Python at /gone/bin/python on ")
+
+
 # ---- Slurm, with a fake sbatch ---------------------------------------------------------------------------------------
-
-
-def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, squeue: str = "echo RUNNING") -> None:
-    binaries = folder / "bin"
-    binaries.mkdir()
-    for name, text in {"sbatch": sbatch, "squeue": squeue, "srun": "", "sinfo": "", "scancel": "exit 0"}.items():
-        (binaries / name).write_text(f"#!/bin/bash\n{text}\n")
-        (binaries / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
 
 
 def test_sbatch_gets_what_render_shows_from_a_clean_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = f'cp "$1" {tmp_path}/script; env > {tmp_path}/env; pwd > {tmp_path}/pwd; echo "Submitted batch job 4711"'
-    fake_slurm(tmp_path, monkeypatch, keep)
+    running = f'printf "{queue_row("4711", "RUNNING")}\\n"'
+    fake_slurm.install(tmp_path, monkeypatch, sbatch=keep, squeue=running)
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     run, spec = make_run(tmp_path, FINISHES)
     assert submit.launcher() == "slurm"
     job = submit.submit(run, spec, "slurm")
     assert (job["job_id"], job["launcher"], job["attempt"]) == ("4711", "slurm", 1)
-    assert (tmp_path / "script").read_text() == submit.render(spec, run, attempt=1)
-    assert (run.slurm / "4711_submission.sh").read_text() == submit.render(spec, run, attempt=1)
+    script = submit.render(spec, run, attempt=1, token=job["token"])
+    assert (tmp_path / "script").read_text() == script
+    assert (run.slurm / "4711_submission.sh").read_text() == script
     assert (tmp_path / "pwd").read_text().strip() == str(run.code)
     env = (tmp_path / "env").read_text()
     assert "SLURM_JOB_ID" not in env
@@ -165,49 +189,68 @@ def test_sbatch_gets_what_render_shows_from_a_clean_environment(
 
 def test_sbatch_s_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = "sbatch: error: invalid partition specified: trian"
-    fake_slurm(tmp_path, monkeypatch, f'echo "{refusal}" >&2; exit 1')
+    fake_slurm.install(tmp_path, monkeypatch, sbatch=f'echo "{refusal}" >&2; exit 1')
     run, spec = make_run(tmp_path, FINISHES)
     with pytest.raises(RunFailed, match=refusal):
         submit.submit(run, spec, "slurm")
     assert rundir.last_job(run) is None
 
 
-def test_states_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_slurm(tmp_path, monkeypatch, "", squeue=f"cat {tmp_path}/state && exit $(cat {tmp_path}/rc)")
-    run, _ = make_run(tmp_path, FINISHES)
-    rundir.add_job(run, {"job_id": "7", "launcher": "slurm", "attempt": 1, "host": "login", "time": 0.0})
-    (tmp_path / "rc").write_text("0")
-    for text, word in (("PENDING", "pending"), ("RUNNING", "running"), ("", "lost")):
-        (tmp_path / "state").write_text(text)
-        assert jobs.state(run).word == word
-    (tmp_path / "state").write_text("PENDING")
-    assert "was waiting in the queue" in jobs.cancel(run)
-    assert not run.stop.exists()
-    (tmp_path / "state").write_text("RUNNING")
-    assert "saves at its next step" in jobs.cancel(run)
-    assert (rundir.read_json(run.stop) or {})["attempt"] == 1
-    with pytest.raises(RunDirError, match="fake is running"):
-        jobs.refuse_if_live(run)
-
-
 def test_without_slurm_it_is_local_and_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert submit.launcher() == "local"
     spec = load(spec_file(tmp_path), ["slurm.nodes=2"])
     with pytest.raises(SpecError, match="more than one node needs Slurm"):
         submit.check(spec, "local")
-    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
-    (tmp_path / "srun").write_text("#!/bin/sh\n")
-    (tmp_path / "sinfo").write_text("#!/bin/sh\nexit 1\n")  # installed, but no controller answers
-    for name in ("sbatch", "srun", "sinfo"):
-        (tmp_path / name).chmod(0o755)
+    installed = "echo 'sinfo: fatal: Could not establish a configuration source' >&2; exit 1"
+    fake_slurm.install(tmp_path, monkeypatch, sinfo=installed)  # commands without a cluster
     assert submit.launcher() == "local"
+    spec = load(spec_file(tmp_path), ["slurm.setup=[module load cuda]", "slurm.srun_args=[--label]"])
+    assert submit.check(spec, "local") == [f"slurm.{key} is not used without Slurm" for key in ("setup", "srun_args")]
+
+
+def test_a_controller_that_does_not_answer_starts_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is meant for a cluster must not begin on its login node."""
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    away = "echo 'slurm_load_partitions: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    fake_slurm.install(tmp_path, monkeypatch, sinfo=away)
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    with pytest.raises(SlurmError, match="Slurm does not answer"):
+        submit.launcher()
+    assert fake_slurm.called(tmp_path).count("sinfo --noheader") == 4
+
+
+def test_an_answer_of_sbatch_that_got_lost_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, spec = make_run(tmp_path, FINISHES)
+    monkeypatch.setattr(submit.secrets, "token_hex", lambda count: "t1")
+    row = queue_row("99", "PENDING", comment="pithtrain t1")
+    fake_slurm.install(tmp_path, monkeypatch, sbatch="exit 1", squeue=f'printf "{row}\\n"')
+    assert submit.submit(run, spec, "slurm")["job_id"] == "99"
+
+
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [
+        (["optimizer.lr=1e-3,2e-3"], ["tiny-lr-1e-3", "tiny-lr-2e-3"]),
+        (["a.b=1,2", "a.c=x"], ["tiny-b-1-c-x", "tiny-b-2-c-x"]),
+        (["optimizer.betas=[0.9, 0.95],[0.8, 0.9]"], ["tiny-betas-_0.9_0.95_", "tiny-betas-_0.8_0.9_"]),
+    ],
+)
+def test_a_grid_is_a_product_with_names(axes: list[str], names: list[str]) -> None:
+    assert [submit.grid_name("tiny", point) for point in submit.grid(axes)] == names
+
+
+@pytest.mark.parametrize("axes", [["lr"], ["a.b="], ["a.b=1,,2"], ["a.b=1", "a.b=2"]])
+def test_a_wrong_grid_is_refused(axes: list[str]) -> None:
+    with pytest.raises(SpecError):
+        submit.grid(axes)
 
 
 # ---- submitit's local executor, for real -----------------------------------------------------------------------------
 
 
-def test_a_local_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_025_a_local_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 25 too: an outer job's id changes nothing. The user's devices and the snapshot reach the ranks."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_PROCID", "5")
@@ -234,11 +277,11 @@ def test_case_022_a_local_failure_is_a_failure_with_its_cause(tmp_path: Path) ->
     state = jobs.wait(run)
     assert time.monotonic() - began < 30
     assert state.word == "failed"
-    assert "rank 1: ValueError: the cause" in str(submit.failure(run, 1))
+    assert "rank 1: ValueError: the cause" in str(jobs.failure(run, 1))
 
 
 RANK_1_IS_KILLED = """
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
@@ -250,7 +293,7 @@ def test_a_local_rank_that_is_killed_is_named_though_only_its_peers_could_write(
     run, spec = make_run(tmp_path, RANK_1_IS_KILLED)
     submit.submit(run, spec, "local")
     assert jobs.wait(run).word == "failed"
-    assert "rank 1 was killed" in str(submit.failure(run, 1))
+    assert "rank 1 was killed" in str(jobs.failure(run, 1))
 
 
 def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -> None:
@@ -281,7 +324,7 @@ def test_a_run_killed_from_outside_is_lost(tmp_path: Path) -> None:
     os.kill(int(rundir.read_lines(run.attempts)[-1]["pid"]), signal.SIGKILL)
     assert jobs.wait(run).word == "lost"
     assert jobs.process_start(int(job["job_id"])) is None  # ended, or not yet collected by its parent
-    assert "ended without a word" in str(submit.failure(run, 1))
+    assert "ended without a word" in str(jobs.failure(run, 1))
 
 
 @pytest.mark.slow
@@ -301,11 +344,13 @@ def test_a_process_number_used_again_is_not_the_run(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES)
     host = os.uname().nodename
     job = {"job_id": str(os.getpid()), "launcher": "local", "attempt": 1, "host": host}
-    assert jobs.alive(run, job | {"time": time.time()}) == "running"
-    assert jobs.alive(run, job | {"time": time.time() - 10**6}) is None
-    assert jobs.alive(run, job | {"host": "elsewhere", "time": 0}) == "running"
+    assert list(jobs.local_pids(run, job | {"time": time.time()})) == [os.getpid()]
+    assert list(jobs.local_pids(run, job | {"time": time.time() - 10**6})) == []
+    rundir.record_job(run, **job | {"host": "elsewhere", "time": 0})
+    assert jobs.state(run).word == "running"
+    assert "resume --force" in (jobs.state(run).why or "")
     rundir.record_attempt(run, 1, end=1.0)
-    assert jobs.alive(run, job | {"host": "elsewhere", "time": 0}) is None
+    assert jobs.state(run).word == "lost"
 
 
 def test_case_155_one_wandb_run_and_nothing_of_it_left_when_a_rank_fails(tmp_path: Path) -> None:
@@ -313,7 +358,7 @@ def test_case_155_one_wandb_run_and_nothing_of_it_left_when_a_rank_fails(tmp_pat
     train = """
 from pithtrain.events import Events
 
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     events = Events(run_dir, spec, place.attempt) if place.rank == 0 else None
     emit(run_dir, place, 1)
     while not run_dir.metrics.exists():
@@ -384,7 +429,7 @@ def test_foreground_ends_a_rank_that_hangs_after_another_was_killed(
 ) -> None:
     monkeypatch.setattr(submit, "END_GRACE_S", 1.0)
     train = """
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1000)
@@ -413,7 +458,7 @@ def test_a_signal_to_the_foreground_saves_and_ends_with_code_4(tmp_path: Path) -
 
 
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
-    deaf = WAITS_FOR_STOP.replace("not should_stop()", "True")
+    deaf = WAITS_FOR_STOP.replace("not watch.should_stop()", "True")
     run, spec = make_run(tmp_path, deaf)
 
     def interrupt() -> None:

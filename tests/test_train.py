@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pithtrain.errors import CheckpointError, DataError, NotFiniteError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
 from pithtrain.train import Outcome, learning_rate, run
+from pithtrain.watch import Phase, Watch
 from pithtrain.world import Place, connect
 from pithtrain.zero import Zero
 from test_data import make
@@ -32,11 +34,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("corpus") / "made", documents, MODEL["vocab_size"]) / "tokens"
 
 
-def train_spec(corpus: Path, *mesh: int, **sections: Any) -> RunSpec:
+def train_spec(corpus: Path, *mesh: int, ep: int = 1, **sections: Any) -> RunSpec:
     data = {"sources": [{"path": str(corpus)}], "repeat": True}
     sections = {"lr_scheduler": {"type": "cosine", "warmup_steps": 1}, "data": data, **sections}
     sections["training"] = {"max_steps": STEPS, "global_batch_size": 8, **sections.get("training", {})}
-    return make_spec(*mesh, **sections)
+    return make_spec(*(mesh or (1, 1, ep)), **sections)
 
 
 def make_run(path: Path) -> RunDir:
@@ -44,16 +46,22 @@ def make_run(path: Path) -> RunDir:
     return RunDir(path)
 
 
+class StopsAfter(Watch):
+    """Asked to stop on the last rank alone, during the step `stop_after`."""
+
+    def __init__(self, run_dir: RunDir, place: Place, stop_after: int | None) -> None:
+        super().__init__(run_dir, place.attempt, place.rank)
+        self.asked, self.stop_after = -1, stop_after if place.rank == place.world_size - 1 else None  # -1: at the start
+
+    def should_stop(self) -> bool:
+        self.asked += 1
+        return self.asked == self.stop_after
+
+
 def run_job(place: Place, fields: dict[str, Any], folder: Path, stop_after: int | None) -> Outcome:
     """`stop_after`: the last rank alone raises its flag, during that step."""
-    asked = 0
-
-    def should_stop() -> bool:
-        nonlocal asked
-        asked += 1
-        return place.rank == place.world_size - 1 and asked == stop_after
-
-    return run(from_dict(fields), RunDir(folder), place, should_stop)
+    watch = StopsAfter(RunDir(folder), place, stop_after)
+    return run(from_dict(fields), RunDir(folder), place, watch)
 
 
 def train(pool: Pool, spec: RunSpec, folder: Path, stop_after: int | None = None) -> Outcome:
@@ -108,6 +116,59 @@ def test_stopped_and_resumed_is_bitwise_the_straight_run(
         np.testing.assert_array_equal(got[name], tensor, name)
 
 
+class StopsAt(Watch):
+    """Asked to stop on the last rank when it enters `phase`."""
+
+    def __init__(self, run_dir: RunDir, place: Place, phase: Phase) -> None:
+        super().__init__(run_dir, place.attempt, place.rank)
+        self.phase = phase if place.rank == place.world_size - 1 else None
+
+    def enter(self, phase: Phase, step: int) -> None:
+        super().enter(phase, step)
+        if phase == self.phase:
+            self.stop("SIGUSR2")
+
+
+def stop_job(place: Place, fields: dict[str, Any], folder: Path, phase: Phase) -> Outcome:
+    return run(from_dict(fields), RunDir(folder), place, StopsAt(RunDir(folder), place, phase))
+
+
+@pytest.mark.parametrize(("phase", "at"), [("load", 0), ("first_step", 1), ("step", 2)])
+def test_case_159_a_stop_while_it_starts_is_heard_at_the_next_boundary(
+    pool: Pool, corpus: Path, tmp_path: Path, phase: Phase, at: int
+) -> None:
+    """Before the first step there is nothing to save; then the step that runs, and at most one more."""
+    spec = train_spec(corpus, ep=2)
+    outcomes = pool.run(2, stop_job, spec.model_dump(mode="json"), make_run(tmp_path).path, phase)
+    assert outcomes == [Outcome(at, finished=False)] * 2
+    marker = rundir.read_json(RunDir(tmp_path).requeue)
+    assert marker is not None
+    assert (marker["step"], marker["reason"]) == (at, "a request to another rank")
+    assert len(lines(tmp_path)) == at
+    assert len(list(RunDir(tmp_path).checkpoints.glob("step-*"))) == (at > 0)
+    assert train(pool, spec, tmp_path) == Outcome(STEPS, finished=True)
+
+
+def test_a_signal_that_comes_too_late_is_told_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = checkpoint.save
+
+    def slow(*args: Any) -> Path:
+        time.sleep(0.7)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    for limit, count in (("10", 1), (None, 0)):
+        slurm = {"time": limit, "signal_delay_s": 1}
+        spec = train_spec(corpus, training={"max_steps": 2}, checkpoint={"interval": 1}, slurm=slurm)
+        alone(spec, tmp_path / str(limit))
+        rows = rundir.read_lines(RunDir(tmp_path / str(limit)).events)
+        warned = [row["message"] for row in rows if row["event"] == "warning"]
+        assert len(warned) == count
+        assert all("slurm.signal_delay_s = 1 is shorter than 1.5 x a save" in text for text in warned)
+
+
 def test_killed_between_checkpoints_repeats_and_loses_no_step(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """Case 150: the lines beyond the checkpoint are cut and written again."""
     spec = train_spec(corpus, checkpoint={"interval": 4})
@@ -140,7 +201,7 @@ def test_resume_on_another_mesh_goes_on_as_if_nothing_happened(pool: Pool, corpu
         assert norm == pytest.approx(want_norm, rel=1e-4), step
 
 
-def test_resume_names_another_run(pool: Pool, corpus: Path, tmp_path: Path) -> None:
+def test_case_016_resume_names_another_run(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """A path is where a fresh run begins; its own progress wins from then on (case 16)."""
     spec = train_spec(corpus)
     train(pool, spec, tmp_path / "a", stop_after=4)
@@ -162,7 +223,7 @@ def test_a_saved_run_without_a_complete_checkpoint_is_refused_and_keeps_its_line
 
 
 def alone(spec: RunSpec, folder: Path) -> Outcome:
-    return run(spec, make_run(folder), Place(0, 1, 0, "", 1), lambda: False)
+    return run(spec, make_run(folder), Place(0, 1, 0, "", 1), Watch(RunDir(folder), 1, 0))
 
 
 def test_fewer_steps_than_done_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, start_workers, wait_for
-from pithtrain import rundir, worker
+from fake_run import FINISHES, WAITS_FOR_STOP, ends, is_waiting, make_run, start_workers, wait_for
+from pithtrain import rundir, watch, worker
+from pithtrain.errors import RunDirError, SpecError
 from pithtrain.rundir import RunDir
 from pithtrain.world import Place
 
@@ -119,22 +120,19 @@ def test_a_lost_peer_is_told_from_a_cause(message: str, lost: bool) -> None:
     assert (worker.LOST_PEER.search(message) is not None) == lost
 
 
+def test_a_variable_that_is_no_number_is_said(tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PITHTRAIN_ATTEMPT"):
+        with pytest.raises(SpecError, match=rf"{name} = 'x': is not a whole number; .* unset {name}"):
+            worker.place_from_environment(SPAWN | {name: "x"}, RUN)
+    with pytest.raises(RunDirError, match="start a run with `pithtrain submit`"):
+        worker.attempt_of({})
+    run, _ = make_run(tmp_path, FINISHES, ranks=1)
+    ((code, _, err),) = ends(start_workers(run, [0], size=1, RANK="x"))
+    assert code == 2
+    assert "Traceback" not in err
+
+
 # ---- whole processes -------------------------------------------------------------------------------------------------
-
-
-def ends(tasks: list["subprocess.Popen[str]"], seconds: float = 30) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each; a task that does not end in time fails the test and is killed."""
-    deadline = time.monotonic() + seconds
-    try:
-        results: list[tuple[int, str, str]] = []
-        for task in tasks:
-            out, err = task.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            results.append((task.returncode, out, err))
-        return results
-    finally:
-        for task in tasks:
-            task.kill()
-            task.communicate()
 
 
 def test_a_run_that_finishes(tmp_path: Path) -> None:
@@ -174,7 +172,7 @@ def test_case_161_an_exception_on_one_rank_ends_all_without_any_supervision(
     train = f"""
 import threading
 
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     if place.rank == 1:
         threading.Thread(target=lambda: {hang}).start()
         raise {raises}
@@ -188,9 +186,9 @@ def run(spec, run_dir, place, should_stop):
     assert one[0] == code
     first = rundir.first_error(run, 1)
     assert first is not None
-    assert worker.describe_error(first) == said
+    assert rundir.describe_error(first) == said
     assert "in run" in first["traceback"]
-    assert f"leaving because of {said}" in run.log(1, 0).read_text()
+    assert f"left: {said}" in run.log(1, 0).read_text()
     assert "time.sleep" not in zero[2]
     assert not run.done.exists()
     assert rundir.read_lines(run.attempts)[-1]["ended"] == "failed"
@@ -198,7 +196,7 @@ def run(spec, run_dir, place, should_stop):
 
 def test_a_second_error_caused_by_the_first_does_not_hide_it(tmp_path: Path) -> None:
     train = """
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     if place.rank == 0:
         raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:2811")
     time.sleep(0.5)
@@ -227,7 +225,7 @@ def test_a_damaged_spec_is_said(tmp_path: Path) -> None:
     assert code == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_sets_the_flag_and_the_marker_says_where_it_stopped(tmp_path: Path, number: signal.Signals) -> None:
     run, _ = make_run(tmp_path, WAITS_FOR_STOP)
     tasks = start_workers(run, [0, 1])
@@ -246,7 +244,7 @@ def test_a_stop_marker_of_this_attempt_stops_and_a_stale_one_does_not(tmp_path: 
     rundir.mark(run.stop, 1)
     tasks = start_workers(run, [0], attempt=2, size=1)
     wait_for(run.metrics.exists)
-    time.sleep(2 * worker.POLL_S)
+    time.sleep(2 * watch.POLL_S)
     assert tasks[0].poll() is None
     rundir.mark(run.stop, 2)
     assert ends(tasks)[0][0] == 0
@@ -280,7 +278,7 @@ def test_case_160_ranks_whose_launcher_was_killed_save_and_end(tmp_path: Path) -
 
 def test_what_c_writes_is_in_the_log_and_a_closed_console_ends_nothing(tmp_path: Path) -> None:
     train = """
-def run(spec, run_dir, place, should_stop):
+def run(spec, run_dir, place, watch):
     os.write(2, b"from the library\\n")
     for line in range(10000):
         print("a line for a console that is gone")

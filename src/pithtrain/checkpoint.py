@@ -71,9 +71,9 @@ def save(checkpoints: Path, zero: Zero, world: World, position: Position, about:
     try:
         dcp_saver.save(_state(zero, world), checkpoint_id=partial, process_group=world.control_group)
     except CheckpointException as error:
+        free = shutil.disk_usage(checkpoints).free / 2**30
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # on a full disk its room is needed to say why
-        free = shutil.disk_usage(checkpoints).free / 2**30
         reason = f"{_causes(error)}; {free:.2f} GiB free"
         raise RunFailed(f"{final} cannot be written ({reason}); older checkpoints are intact") from error
     if world.rank == 0:
@@ -160,8 +160,12 @@ def check(path: Path, content: dict[str, Any], about: dict[str, Any]) -> None:
 def load(path: Path, zero: Zero, world: World, content: dict[str, Any]) -> Position:
     """Read masters and optimizer state into this rank's shards, whatever mesh wrote them; publish the weights.
 
-    `content`: what `read` answered. Raises CheckpointError when a file cannot be read.
+    `content`: what `read` answered. Raises CheckpointError when a file cannot be read, or belongs to another user:
+    torch unpickles `.metadata`, and a pickle can run anything.
     """
+    owner = (path / ".metadata").stat().st_uid
+    if owner != os.getuid():
+        raise CheckpointError(f"{path} belongs to uid {owner}; if you trust it, make it yours:  cp -r {path} ELSEWHERE")
     try:
         dcp_loader.load(_state(zero, world), checkpoint_id=path, process_group=world.control_group)
     except CheckpointException as error:

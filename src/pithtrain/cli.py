@@ -1,30 +1,30 @@
 """The commands. Each reads its arguments, calls one room, prints; `pithtrain COMMAND --help` ends with an example.
 
-Nothing heavy is imported at the top: `--help` and `validate` answer in well under a second because torch, submitit and
-wandb come in only where a command needs them. Results go to stdout, errors to stderr as text, and the exit code is the
-error's own (`errors`): a traceback here means our mistake, never the user's.
+Nothing heavy is imported at the top: `--help` and `validate` answer in well under a second because torch, submitit,
+wandb and numpy come in only where a command needs them. Results go to stdout, errors to stderr as text, and the exit
+code is the error's own (`errors`): a traceback here means our mistake, never the user's.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from pithtrain.errors import ABSENT, PithtrainError, Problem, RunDirError, RunFailed, SpecError, StoppedEarly
-
-if TYPE_CHECKING:
-    from pithtrain.jobs import State
-    from pithtrain.rundir import RunDir
-    from pithtrain.spec import RunSpec
-    from pithtrain.submit import Launcher
+from pithtrain import jobs, rundir, show, slurm, worker
+from pithtrain import submit as starting
+from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
+from pithtrain.plan import plan as make_plan
+from pithtrain.rundir import RunDir
+from pithtrain.spec import RunSpec, load
 
 app = typer.Typer(
     help="Trains Mixture-of-Experts language models from a declarative run spec.",
@@ -33,6 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+cluster_app = typer.Typer(help="A real Slurm on this machine, for trying and for tests.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run spec, a YAML file.", show_default=False)]
 Set = Annotated[
@@ -56,18 +59,23 @@ def example(*lines: str) -> str:
 
 @app.command(epilog=example("pithtrain validate configs/tiny.yaml --set optimizer.lr=1e-3"))
 def validate(config: Config, overrides: Set = None) -> None:
-    """Print the resolved spec, every default written out, or every error at once."""
-    from pithtrain.spec import load
-
-    print(load(config, overrides or ()).to_yaml(), end="")
+    """Print the resolved spec, every default written out, or every error at once; what the cluster lacks, too."""
+    spec = load(config, overrides or ())
+    if slurm.configured():
+        try:
+            problems, notes = slurm.problems(spec, slurm.cluster_facts(spec))
+        except SlurmError as error:
+            problems, notes = [], [f"the cluster could not be asked: {error}"]
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        if problems:
+            raise SpecError(problems, str(config))
+    print(spec.to_yaml(), end="")
 
 
 @app.command(epilog=example("pithtrain plan configs/tiny.yaml --json"))
 def plan(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Numbers before a GPU is asked for: ranks, micro-batches, layers per stage, parameters, FLOPs per token."""
-    from pithtrain.plan import plan as make_plan
-    from pithtrain.spec import load
-
     numbers = make_plan(load(config, overrides or ()))
     print(json.dumps(numbers.to_dict()) if as_json else numbers.text())
 
@@ -111,18 +119,16 @@ def submit(
     name: Annotated[str | None, typer.Option(help="The run's name; the spec's own otherwise.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print spec and sbatch script, touch nothing.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended, showing the loss.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")] = False,
 ) -> None:
-    """Start a run through Slurm where it answers, else as local processes in the background."""
-    from pithtrain import rundir
-    from pithtrain import submit as starting
-
+    """Start a run through Slurm where it is configured, else as local processes in the background."""
     spec = _load(config, overrides, name)
     if dry_run:
-        run = rundir.RunDir(spec.output_dir / spec.name)
+        run = RunDir(spec.output_dir / spec.name)
         print(spec.to_yaml(), end="")
         print(f"\n# ---- {run.slurm}/JOBID_submission.sh\n{starting.render(spec, run)}", end="")
         return
-    run = _submit(spec)
+    run = _submit(spec, force=force)
     if wait:
         _wait(run)
 
@@ -139,24 +145,97 @@ def train(
     Ctrl-C saves at the next step and ends with exit code 4.
     """
     spec = _load(config, overrides, name)
-    _foreground(lambda: _create(spec, run_dir))
+
+    def prepare() -> RunDir:
+        path = run_dir or spec.output_dir / spec.name
+        again = worker.seat(os.environ).restarts > 0  # torchrun starts all ranks again after one has failed
+        if again and (rundir.last_job(RunDir(path)) or {}).get("parent") == os.getppid():
+            return RunDir(path.absolute())
+        return _create(spec, run_dir)
+
+    _foreground(prepare)
 
 
-@app.command(epilog=example("pithtrain resume tiny --set training.max_steps=400"))
-def resume(run: Run, overrides: Set = None, output_dir: OutputDir = Path("runs")) -> None:
-    """Go on from the newest checkpoint: in the foreground for a run made by `train`, else submitted again."""
-    from pithtrain import rundir, worker
-    from pithtrain import submit as starting
-    from pithtrain.spec import load
+@app.command(epilog=example("pithtrain resume tiny --set training.max_steps=400", "pithtrain resume tiny --exclude n7"))
+def resume(
+    run: Run,
+    overrides: Set = None,
+    exclude: Annotated[str | None, typer.Option(metavar="NODES", help="Nodes not to use from now on.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Though it seems to run on a host that is gone; and as `submit --force`.")
+    ] = False,
+    output_dir: OutputDir = Path("runs"),
+) -> None:
+    """Go on from the newest checkpoint: in the foreground for a run made by `train`, else through Slurm or locally.
 
+    A job that still waits or is held is changed in place and released; one that Slurm has forgotten is submitted again.
+    """
     found = rundir.find(run, output_dir)
+    changes = list(overrides or ())
+    if exclude is not None:
+        before = load(found.spec_yaml).slurm.exclude
+        changes.append(f"slurm.exclude={json.dumps(','.join(filter(None, [before, exclude])))}")
     if (rundir.last_job(found) or {}).get("launcher") == "train" or worker.seat(os.environ).world_size > 1:
-        _foreground(lambda: _prepare_resume(found, overrides))
-    else:
-        by = starting.launcher()
-        _prepare_resume(found, overrides, by)
-        spec = load(found.spec_yaml)
-        _say_submitted(found, spec, starting.submit(found, spec, by))
+
+        def prepare() -> RunDir:
+            with rundir.locked(found):
+                print("\n".join(starting.prepare_resume(found, changes, None, force)))
+            return found
+
+        _foreground(prepare)
+        return
+    with rundir.locked(found):
+        print("\n".join(starting.resume(found, changes, force, exclude is not None)))
+
+
+@app.command(
+    epilog=example(
+        "pithtrain sweep configs/tiny.yaml --grid optimizer.lr=1e-3,2e-3 --grid training.seed=1,2 --max-parallel 2"
+    )
+)
+def sweep(
+    config: Config,
+    grid: Annotated[list[str], typer.Option(metavar="A.B=V1,V2", help="A key and its values; may be repeated.")],
+    overrides: Set = None,
+    name: Annotated[str | None, typer.Option(help="Names the sweep; the spec's own name otherwise.")] = None,
+    max_parallel: Annotated[int | None, typer.Option(min=1, help="Jobs of the sweep that run at a time.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, touch nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")] = False,
+) -> None:
+    """Submit one ordinary run for each point of a grid; they share a W&B group. Needs Slurm.
+
+    With --max-parallel N the jobs go into N lanes, names of which Slurm runs one job at a time.
+    """
+    base = _load(config, overrides, name)
+    points = starting.grid(grid)
+    group = [] if base.logging.wandb.group else [f"logging.wandb.group={json.dumps(base.name)}"]
+    # every mistake is said before the first job
+    specs = [
+        _load(config, [*(overrides or ()), *group, *(f"{key}={value}" for key, value in point.items())], label)
+        for label, point in ((starting.grid_name(base.name, point), point) for point in points)
+    ]
+    for spec in specs:
+        if (spec.output_dir / spec.name).exists():
+            raise RunDirError(f"the run directory {spec.output_dir / spec.name} exists; choose another --name")
+    if len({spec.name for spec in specs}) < len(specs):
+        raise RunDirError("two points of the grid have the same name: give values that differ in letters or digits")
+    if dry_run:
+        print(
+            "\n".join(
+                f"{spec.name}: {' '.join(f'{k}={v}' for k, v in p.items())}"
+                for spec, p in zip(specs, points, strict=True)
+            )
+        )
+        return
+    by = starting.launcher()
+    if by != "slurm":
+        one = f"{show.me()} train {config} --name {specs[0].name}"
+        raise RunDirError(f"a sweep needs Slurm, and none is configured here; one after the other:  {one} --set ...")
+    starting.check(specs[0], by, force)
+    for number, spec in enumerate(specs):
+        lane = None if max_parallel is None else f"{base.name}-lane{number % max_parallel}"
+        job = _start(_create(spec), spec, by, lane)
+        print(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
 
 
 @app.command(epilog=example("pithtrain demo"))
@@ -165,8 +244,7 @@ def demo(
     name: Annotated[str | None, typer.Option(help="The run's name; demo-1, demo-2, ... otherwise.")] = None,
 ) -> None:
     """Everything once, on this machine: text, tokens, a submitted run of four processes, a falling loss."""
-    from pithtrain import corpus, rundir
-    from pithtrain.spec import load
+    from pithtrain import corpus
 
     print("corpus: the Python standard library's own text")
     print(corpus.build_stdlib(Path("data/stdlib")) or "data/stdlib is there already")
@@ -175,15 +253,15 @@ def demo(
     run = _submit(_load(config, None, name))
     began = time.time()
     _wait(run)
-    _summary(run, time.time() - began)
+    last = [row["loss"] for row in rundir.read_lines(run.metrics)[-MEAN_OVER:]]
+    final = sum(last) / len(last)
+    show.console().print(show.demo_summary(run, time.time() - began, final, len(last)))
+    if not final < DEMO_LOSS:
+        raise RunFailed(f"the mean of the last {len(last)} losses is {final:.4f}, not below {DEMO_LOSS}")
 
 
-def _foreground(prepare: "Callable[[], RunDir]") -> None:
+def _foreground(prepare: Callable[[], RunDir]) -> None:
     """Train in the run directory that `prepare` gives, in processes of our own or as one of torchrun's or srun's."""
-    from pithtrain import rundir, worker
-    from pithtrain import submit as starting
-    from pithtrain.spec import load
-
     if worker.seat(os.environ).world_size == 1:
         run = prepare()
         starting.foreground(run, load(run.spec_yaml))
@@ -200,7 +278,7 @@ def _foreground(prepare: "Callable[[], RunDir]") -> None:
     shared, store = worker.share_from_rank_zero(os.environ, claim)
     here = worker.seat(os.environ)
     os.environ["PITHTRAIN_ATTEMPT"] = str(shared["attempt"] - here.restarts)  # main adds the launcher's restarts
-    run = rundir.RunDir(Path(shared["path"]))
+    run = RunDir(Path(shared["path"]))
     worker.main(run.path)
     if here.rank == 0:
         try:
@@ -211,207 +289,216 @@ def _foreground(prepare: "Callable[[], RunDir]") -> None:
     del store
 
 
-def _prepare_resume(run: "RunDir", overrides: list[str] | None, by: "Launcher | None" = None) -> "RunDir":
-    """Check that `run` can go on, and bring its spec and code up to date, saying what changes. `by`: how it will be
-    submitted, None in the foreground."""
-    from pithtrain import jobs, rundir
-    from pithtrain import submit as starting
-    from pithtrain.spec import load
-
-    jobs.refuse_if_live(run)
-    before, spec = load(run.spec_yaml), load(run.spec_yaml, overrides or ())
-    fixed = [name for name in ("name", "output_dir", "model") if getattr(before, name) != getattr(spec, name)]
-    if fixed:
-        rule = "cannot change at a resume; start another run"
-        raise SpecError([Problem(name, ABSENT, rule) for name in fixed])
-    if by is not None:
-        starting.check(spec, by)
-    done_at = (rundir.read_json(run.done) or {}).get("step", 0)
-    if done_at >= spec.training.max_steps:
-        raise RunDirError(
-            f"{run.name} is done at step {done_at} = training.max_steps\n"
-            f"  go on:  pithtrain resume {run.path} --set training.max_steps={2 * done_at}"
-        )
-    old, new = run.spec_yaml.read_text(encoding="utf-8"), spec.to_yaml()
-    for change in rundir.spec_difference(old, new):
-        print(f"changed: {change}")
-    rundir.write_atomic(run.spec_yaml, new)
-    for file in rundir.renew_code(run):
-        print(f"changed: code/pithtrain/{file}")
-    return run
-
-
-def _load(config: Path, overrides: list[str] | None, name: str | None) -> "RunSpec":
-    from pithtrain.spec import load
-
+def _load(config: Path, overrides: list[str] | None, name: str | None) -> RunSpec:
     return load(config, [*(overrides or ()), *([f"name={json.dumps(name)}"] if name is not None else [])])
 
 
-def _create(spec: "RunSpec", run_dir: Path | None = None) -> "RunDir":
-    from pithtrain import rundir
-    from pithtrain.plan import plan as make_plan
-
+def _create(spec: RunSpec, run_dir: Path | None = None) -> RunDir:
     path = run_dir or spec.output_dir / spec.name
     return rundir.create(path, spec.to_yaml(), make_plan(spec).to_dict(), sys.argv)
 
 
-def _submit(spec: "RunSpec") -> "RunDir":
-    from pithtrain import submit as starting
-
+def _submit(spec: RunSpec, force: bool = False) -> RunDir:
     by = starting.launcher()
-    starting.check(spec, by)
+    notes = starting.check(spec, by, force)
     run = _create(spec)
-    try:
-        job = starting.submit(run, spec, by)
-    except PithtrainError:
-        shutil.rmtree(run.path)  # nothing runs in it: the same command works once the cause is mended
-        raise
-    _say_submitted(run, spec, job)
+    print(show.submitted(run, spec, _start(run, spec, by), notes))
     return run
+
+
+def _start(run: RunDir, spec: RunSpec, by: starting.Launcher, lane: str | None = None) -> dict[str, Any]:
+    """Submit a run whose directory was just made; where that is refused, the same command works once it is mended."""
+    try:
+        with rundir.locked(run):
+            return starting.submit(run, spec, by, lane)
+    except RunFailed:
+        shutil.rmtree(run.path)  # nothing runs in it
+        raise
 
 
 # ---- watching and ending a run ---------------------------------------------------------------------------------------
 
 
-@app.command(epilog=example("pithtrain status", "pithtrain status tiny --json"))
+@app.command(epilog=example("pithtrain status", "pithtrain status tiny --watch", "pithtrain status tiny --json"))
 def status(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="One run only.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="One run in detail.", show_default=False)] = None,
     output_dir: OutputDir = Path("runs"),
+    watch: Annotated[bool, typer.Option("--watch", help="Again every few seconds, until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
-    """One line a run: state, attempt, step, loss, speed; for one failed run its first cause too."""
-    from pithtrain import jobs, rundir
+    """One line a run: state, step, loss, speed, age of the last step, what it waits for or why it ended.
 
-    chosen = rundir.runs(output_dir) if run is None else [rundir.find(run, output_dir)]
-    states = [jobs.state(each) for each in chosen]
+    With RUN: its attempts too, the first cause of a failure on top, and the next commands.
+    """
+
+    def look() -> tuple[list[RunDir], list[jobs.State]]:
+        chosen = rundir.runs(output_dir) if run is None else [rundir.find(run, output_dir)]
+        return chosen, jobs.states(chosen)
+
+    chosen, states = look()
     if as_json:
         print(json.dumps([dataclasses.asdict(each) for each in states]))
         return
     if not states:
         print(f"no runs in {output_dir}")
         return
-    _print_states(states)
-    if run is not None and states[0].word in ("failed", "lost"):
-        from pithtrain.submit import failure
+    out = show.console()
 
-        print(failure(chosen[0], states[0].attempt))
+    def tables() -> list[Any]:
+        one = run is not None and states[0].word != "damaged"
+        return list(show.detail(chosen[0], states[0])) if one else [show.states_table(states)]
+
+    if not watch:
+        for part in tables():
+            out.print(part)
+        return
+    from rich.console import Group
+    from rich.live import Live
+
+    with contextlib.suppress(KeyboardInterrupt), Live(Group(*tables()), console=out, auto_refresh=False) as live:
+        while True:
+            time.sleep(jobs.SLURM_POLL_S)
+            chosen, states = look()
+            live.update(Group(*tables()), refresh=True)
 
 
-@app.command(epilog=example("pithtrain logs tiny --rank 3", "pithtrain logs tiny --attempt 1"))
+@app.command(epilog=example("pithtrain logs tiny --rank 3", "pithtrain logs tiny -f", "pithtrain logs tiny --err"))
 def logs(
     run: Run,
-    rank: Annotated[int, typer.Option(help="Whose log.")] = 0,
-    attempt: Annotated[int | None, typer.Option(help="The newest attempt otherwise.")] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
+    attempt: Annotated[int | None, typer.Option(min=1, help="The newest attempt otherwise.")] = None,
+    err: Annotated[bool, typer.Option("--err", help="The earliest error of any rank instead.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Stay, also over attempts, until the run ends.")
+    ] = False,
     output_dir: OutputDir = Path("runs"),
 ) -> None:
-    """Print the log of one rank."""
-    from pithtrain import jobs, rundir
-
+    """Print the log of one rank, or the first error."""
     found = rundir.find(run, output_dir)
-    path = found.log(attempt or jobs.state(found).attempt, rank)
+    number = attempt or (rundir.last_attempt(found) or {}).get("attempt", 1)
+    if err:
+        rows = {row["attempt"]: row for row in rundir.read_lines(found.attempts)}
+        first, why = rundir.first_error(found, number), rows.get(number, {}).get("why")
+        if first is None:
+            print(why or f"no rank of attempt {number} has written an error")
+        elif first["secondary"]:  # a rank that died without a word: the others only lost it
+            print(f"{why or jobs.cause(found, number).line}\n\nafter it, {rundir.describe_error(first)}")
+        else:
+            print(f"{rundir.describe_error(first)}\n\n{first['traceback']}", end="")
+        return
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            for text in jobs.follow(found, rank, attempt):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        return
+    path = found.log(number, rank)
     if not path.exists():
-        have = sorted(str(log.relative_to(found.path)) for log in found.path.glob("logs/attempt-*/rank-*.log"))
-        raise RunDirError(f"there is no {path}; there are: {', '.join(have) or 'no logs yet'}")
+        have = [*found.path.glob("logs/attempt-*/rank-*.log"), *found.slurm.glob("*_log.*")]
+        names = sorted(str(log.relative_to(found.path)) for log in have)
+        raise RunDirError(f"there is no {path}; there are: {', '.join(names) or 'no logs yet'}")
     sys.stdout.write(path.read_text(encoding="utf-8", errors="replace"))
 
 
 @app.command(epilog=example("pithtrain cancel tiny"))
-def cancel(run: Run, output_dir: OutputDir = Path("runs")) -> None:
-    """Save at the next step, then stop."""
-    from pithtrain import jobs, rundir
+def cancel(
+    run: Run,
+    now: Annotated[bool, typer.Option("--now", help="Without a save (scancel).")] = False,
+    output_dir: OutputDir = Path("runs"),
+) -> None:
+    """Save at the next step, then stop for good."""
+    print(jobs.cancel(rundir.find(run, output_dir), now))
 
-    print(jobs.cancel(rundir.find(run, output_dir)))
+
+@app.command(epilog=example("pithtrain save tiny"))
+def save(run: Run, output_dir: OutputDir = Path("runs")) -> None:
+    """Ask for a checkpoint at the next step; the run goes on."""
+    print(jobs.ask_to_save(rundir.find(run, output_dir)))
 
 
-def _wait(run: "RunDir") -> None:
+@app.command(epilog=example("pithtrain stacks tiny"))
+def stacks(run: Run, output_dir: OutputDir = Path("runs")) -> None:
+    """Write the stacks of all ranks into their logs; the run goes on."""
+    print(jobs.dump_stacks(rundir.find(run, output_dir)))
+
+
+def _wait(run: RunDir) -> None:
     """Stay until the run has ended, printing about twenty lines of the loss; raise if it did not succeed."""
-    from pithtrain import jobs
-    from pithtrain.submit import failure
-
-    max_steps = jobs.state(run).max_steps
+    max_steps = jobs.state(run).max_steps or 1
     every = max(1, max_steps // 20)
 
-    def show(row: dict[str, Any]) -> None:
+    def report(row: dict[str, Any]) -> None:
         if row["step"] % every == 0 or row["step"] in (1, max_steps):
             speed = "" if row["tokens_per_second"] is None else f"  {row['tokens_per_second']:>9,.0f} tokens/s"
             print(f"step {row['step']:>6}/{max_steps}  loss {row['loss']:.4f}{speed}", flush=True)
 
     try:
-        ended = jobs.wait(run, show)
+        ended = jobs.wait(run, report)
     except KeyboardInterrupt:
-        print(f"\nthe run goes on:  {_me()} status {run.path}   {_me()} cancel {run.path}", file=sys.stderr)
+        print(f"\nthe run goes on:  {show.me()} status {run.path}   {show.me()} cancel {run.path}", file=sys.stderr)
         raise SystemExit(130) from None
-    if ended.word == "stopped":
-        raise RunFailed(f"{run.name} was stopped with its state saved\n  go on:  pithtrain resume {run.path}")
+    if ended.word in ("stopped", "cancelled"):
+        raise RunFailed(f"{run.name} is {ended.word}: {ended.why}\n  go on:  {show.me()} resume {run.path}")
     if ended.word != "done":
-        raise failure(run, ended.attempt)
+        raise jobs.failure(run, ended.attempt)
 
 
-def _say_submitted(run: "RunDir", spec: "RunSpec", job: dict[str, Any]) -> None:
-    where = f"Slurm job {job['job_id']}" if job["launcher"] == "slurm" else f"local processes of {job['job_id']}"
-    print(f"{run.name}: {where}, {spec.slurm.nodes} x {spec.slurm.gpus_per_node} ranks, attempt {job['attempt']}")
-    print(f"  directory  {run.path}")
-    for command in ("status", "logs", "cancel", "resume"):
-        print(f"  {command:<9}  {_me()} {command} {run.path}")
+# ---- the machine -----------------------------------------------------------------------------------------------------
 
 
-def _me() -> str:
-    """How to call this program again: by its name, or by its path where no activated environment has it."""
-    path = Path(sys.argv[0])
-    if shutil.which("pithtrain") is not None or path.name != "pithtrain":
-        return "pithtrain"
-    near = os.path.relpath(path)
-    return str(path) if near.startswith("..") else near
+@app.command(epilog=example("pithtrain doctor", "pithtrain doctor --nodes 4"))
+def doctor(
+    nodes: Annotated[int | None, typer.Option(min=1, help="On so many nodes of the cluster, through srun.")] = None,
+    output_dir: OutputDir = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Check what a run needs of this machine, or of the cluster's nodes: OK, WARN or FAIL, with the mend."""
+    from pithtrain import doctor as checking
+
+    checks = checking.check_host(output_dir) if nodes is None else checking.check_nodes(nodes, output_dir)
+    print(checking.as_json(checks) if as_json else checking.text(checks))
+    if checking.failed(checks):
+        raise SystemExit(1)
 
 
-def _print_states(states: "list[State]") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "state", "attempt", "step", "loss", "tokens/s", "job"):
-        table.add_column(title, justify="left" if title in ("run", "state", "job") else "right", no_wrap=True)
-    for each in states:
-        table.add_row(
-            each.name,
-            each.word,
-            str(each.attempt),
-            f"{each.step or 0}/{each.max_steps}",
-            "" if each.loss is None else f"{each.loss:.4f}",
-            "" if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}",
-            "" if each.job_id is None else f"{each.launcher} {each.job_id}",
-        )
-    # a pipe has no width: a program gets whole lines
-    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
+Folder = Annotated[Path | None, typer.Option("--dir", help="Its folder; ~/.pithtrain/cluster otherwise.")]
 
 
-def _summary(run: "RunDir", seconds: float) -> None:
-    """The demo's table; raises RunFailed where the loss did not fall far enough."""
-    from rich.console import Console
-    from rich.table import Table
+@cluster_app.command(
+    name="up", epilog=example("pithtrain cluster up", "export SLURM_CONF=~/.pithtrain/cluster/slurm.conf")
+)
+def cluster_up(
+    folder: Folder = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, all of them this machine.")] = 2,
+    gpus: Annotated[int, typer.Option(min=1, help="Fake GPUs of a node.")] = 4,
+) -> None:
+    """Start a real Slurm on this machine, with fake GPUs."""
+    from pithtrain import cluster
 
-    from pithtrain import rundir
+    where = folder or cluster.DEFAULT
+    began = cluster.up(where, nodes, gpus)
+    print(f"{'up' if began else 'it was up already'}: {where}")
+    print(f"  export SLURM_CONF={shlex.quote(str(cluster.status(where).conf))}")
 
-    rows = rundir.read_lines(run.metrics)
-    last = [row["loss"] for row in rows[-MEAN_OVER:]]
-    final = sum(last) / len(last)
-    speeds = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None)
-    table = Table(show_header=False, title=f"{run.name}: done")
-    for label, text in (
-        ("steps", f"{rows[-1]['step']} in {seconds:.0f} s"),
-        ("tokens", f"{rows[-1]['tokens_seen']:,}"),
-        ("first loss", f"{rows[0]['loss']:.4f}"),
-        (f"last loss, mean of {len(last)}", f"{final:.4f}"),
-        ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-"),
-        ("run directory", str(run.path)),
-        ("its log", f"{_me()} logs {run.name}"),
-        ("go on with it", f"{_me()} resume {run.name} --set training.max_steps={2 * rows[-1]['step']}"),
-        ("your own run", f"cp configs/tiny.yaml configs/mine.yaml; {_me()} validate configs/mine.yaml"),
-    ):
-        table.add_row(label, text)
-    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
-    if not final < DEMO_LOSS:
-        raise RunFailed(f"the mean of the last {len(last)} losses is {final:.4f}, not below {DEMO_LOSS}")
+
+@cluster_app.command(name="down", epilog=example("pithtrain cluster down"))
+def cluster_down(folder: Folder = None) -> None:
+    """Cancel its jobs and stop it."""
+    from pithtrain import cluster
+
+    print("down" if cluster.down(folder or cluster.DEFAULT) else "it was not running")
+
+
+@cluster_app.command(name="status", epilog=example("pithtrain cluster status"))
+def cluster_status(folder: Folder = None) -> None:
+    """Its daemons, nodes and jobs."""
+    from pithtrain import cluster
+
+    now = cluster.status(folder or cluster.DEFAULT)
+    daemons = ", ".join(f"{name} {'runs' if alive else 'does not run'}" for name, alive in now.daemons.items())
+    print(f"{'up' if now.is_up else 'down'}: {daemons}")
+    print("\n".join(f"  {name}  {state}" for name, state in now.nodes.items()))
+    print(f"  jobs: {now.jobs}\n  export SLURM_CONF={shlex.quote(str(now.conf))}")
 
 
 @contextlib.contextmanager

@@ -28,9 +28,14 @@ LONGEST_VALUE = 120  # characters of a refused value that are shown: enough to r
 
 
 class PithtrainError(Exception):
-    """The root: `str(error)` is a readable message that says what to do next."""
+    """The root: `str(error)` is a readable message that says what to do next.
+
+    `retry`: whether a batch script may start the run again after it. What a class of ours names comes back by itself
+    if nothing is changed; anything unforeseen (a lost node, a driver's error) is worth one more try.
+    """
 
     exit_code = 1
+    retry = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,18 @@ class CapacityError(PithtrainError):
 
 class RunFailed(PithtrainError):  # noqa: N818  it is a state of the run, and read as one
     """A rank failed; the message is the first cause."""
+
+    retry = True
+
+
+class Stalled(PithtrainError):  # noqa: N818
+    """A phase of a rank outlived its limit; the message says which, and where the rank stands."""
+
+    retry = True
+
+
+class SlurmError(PithtrainError):
+    """Slurm refused, in its own words, or its controller does not answer."""
 
 
 class NotFiniteError(PithtrainError):

@@ -30,7 +30,7 @@ from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec
 
 WANDB_TIMEOUT_S = 60  # of init, and of the last upload: the other ranks wait for rank 0 that long
-FAILED_TIMEOUT_S = 10  # of the last upload of a run that failed: its processes must all be gone within 30 s
+FAILED_TIMEOUT_S = 10  # of the last upload when a run fails or is preempted: Slurm may kill all after 30 s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,9 @@ class Events:
         self._metrics_file = _open_whole(self.run.metrics)
         self.event("rewound", step=step, lines_cut=len(rows) - len(kept))
 
-    def close(self, exit_code: int) -> None:
-        self._wandb.finish(exit_code)
+    def close(self, exit_code: int, preempted: bool = False) -> None:
+        """`preempted`: the run goes on in another attempt, which W&B should not take for an end."""
+        self._wandb.finish(exit_code, preempted)
         self._metrics_file.close()
         self._events_file.close()
 
@@ -147,10 +148,17 @@ class Wandb:
         except Exception as error:
             self._off(str(error))
 
-    def finish(self, exit_code: int) -> None:
-        if self._run is not None:
-            run = self._run
-            self._bounded(lambda: run.finish(exit_code=exit_code), FAILED_TIMEOUT_S if exit_code else WANDB_TIMEOUT_S)
+    def finish(self, exit_code: int, preempted: bool) -> None:
+        if self._run is None:
+            return
+        run = self._run
+
+        def end() -> None:
+            if preempted:
+                run.mark_preempting()
+            run.finish(exit_code=exit_code)
+
+        self._bounded(end, FAILED_TIMEOUT_S if exit_code else WANDB_TIMEOUT_S)
 
     def _bounded(self, call: Callable[[], Any], timeout_s: float) -> Any:
         """Run `call` in a thread for at most `timeout_s`: its own time limits do not cover every wait."""

@@ -1,186 +1,428 @@
-"""What became of a run: its state, read from the run directory and the process or job behind it, and how to end it.
+"""What became of a run: its state, from the run directory and the job behind it, its first cause, and how to end it.
 
-Every answer comes from files first, so it is the same after the job has left Slurm's memory; the launcher is asked only
-what files cannot tell, whether something still runs. In the order they are believed:
+Answers come from files first, so they are the same after the job has left Slurm's memory; Slurm is asked once for all
+runs (one `squeue`), and only for what files cannot tell: whether something still runs or waits. In the order of belief:
 
+    the job waits or runs                pending, running, or what its last heartbeat says
     DONE of this attempt                 done
-    an error file of this attempt        failed
-    process or job alive                 running, or Slurm's own word (pending)
+    STOP, or Slurm's own word            cancelled
+    an error file, or a crash            failed
     STOP or REQUEUE with a step          stopped: the state is saved, resume it
     nothing of these                     lost: killed from outside; resume goes on from the last checkpoint
+
+A Slurm job is known by its id and, until someone has written that down, by the token in its comment: a submission that
+died between sbatch and bookkeeping is found here and adopted.
 """
 
+import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
-import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pithtrain import rundir
-from pithtrain.errors import RunDirError
+from pithtrain import rundir, slurm
+from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError
 from pithtrain.rundir import RunDir
+from pithtrain.watch import process_start
 
 POLL_S = 0.5
 SLURM_POLL_S = 5.0  # one squeue each: the controller serves everyone
 TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
+FRESH_S = 60.0  # a heartbeat younger than this is one of a living run
+SILENT_S = 3600.0  # a run of another host that has not moved for so long may be gone with it
+
+Queue = Mapping[str, slurm.Job]
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """One run at one moment; None where nothing is known yet."""
+    """One run at one moment; None where nothing is known (yet). `why` is one line: a cause, or what it waits for.
+
+    Times are seconds: `step_age_s` since the last finished step, `time_left_s` of the job's time limit.
+    """
 
     name: str
     word: str
-    attempt: int
-    job_id: str | None
-    launcher: str | None
-    alive: bool
-    step: int | None
-    max_steps: int
-    loss: float | None
-    tokens_per_second: float | None
+    attempt: int = 0
+    job_id: str | None = None
+    launcher: str | None = None
+    alive: bool = False
+    step: int | None = None
+    max_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    nodes: str | None = None
+    step_age_s: float | None = None
+    time_left_s: float | None = None
+    checkpoint: int | None = None
+    why: str | None = None
 
 
-def state(run: RunDir) -> State:
-    """The run's state now. Asks squeue for a Slurm job, the process table for a local one."""
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def states(found: Sequence[RunDir]) -> list[State]:
+    """The state of each run. One that cannot be read, or whose launcher does not answer, says so in its own line."""
+    queue: Queue | None = None
+    problem = ""
+    out: list[State] = []
+    for run in found:
+        try:
+            if queue is None and not problem and (rundir.last_job(run) or {}).get("launcher") == "slurm":
+                try:
+                    queue = slurm.queue()
+                except SlurmError as error:
+                    problem = str(error).splitlines()[0]
+            out.append(state(run, queue or {}, problem))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+            out.append(State(run.name, "damaged", why=f"{type(error).__name__}: {' '.join(str(error).split())}"))
+    return out
+
+
+def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
+    """The run's state now. `queue`: what squeue said, asked here where it is None (raises SlurmError when it does not
+    answer); `unknown`: why Slurm cannot be asked, for a listing that goes on without it."""
     job = rundir.last_job(run) or {}
-    attempt = max(job.get("attempt", 0), (rundir.last_attempt(run) or {}).get("attempt", 0))
-    running = alive(run, job) if job else None
+    if job.get("launcher") == "slurm" and queue is None:
+        queue = slurm.queue()
+    known = _find_job(run, job, queue or {})
+    last = rundir.last_attempt(run) or {}
+    attempt = max(job.get("attempt", 0) + (known.restarts if known else 0), last.get("attempt", 0))
+    if last.get("attempt") != attempt:
+        last = {}
     row = (rundir.read_lines_from(run.metrics, -TAIL_BYTES)[0] or [{}])[-1]
+    beat = rundir.read_json(run.heartbeat) or {}
+    alive, word, why = _alive(run, job, known, last, beat)
+    done = bool(rundir.stamp(run.done, attempt))
+    if unknown and job.get("launcher") == "slurm" and not done:
+        word, why = "unknown", unknown
+    elif not alive:
+        word, why = _ended(run, job, known, attempt, last)
+    saved = [
+        int(match[1]) for path in run.checkpoints.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))
+    ]
+    beat_here = beat if beat.get("attempt") == attempt else {}
     spec = yaml.safe_load(run.spec_yaml.read_text(encoding="utf-8"))
     return State(
         name=run.name,
-        word=_word(run, attempt, running),
+        word=word,
         attempt=attempt,
-        job_id=job.get("job_id"),
+        job_id=(known.job_id if known else None) or job.get("job_id"),
         launcher=job.get("launcher"),
-        alive=running is not None,
-        step=row.get("step"),
+        alive=alive,
+        step=max(filter(None, (row.get("step"), beat_here.get("step"))), default=None),
         max_steps=spec["training"]["max_steps"],
         loss=row.get("loss"),
         tokens_per_second=row.get("tokens_per_second"),
+        nodes=(known.nodes if known else None) or last.get("nodes"),
+        step_age_s=time.time() - beat_here["time"] if alive and "time" in beat_here else None,
+        time_left_s=known.time_left_s if known and alive else None,
+        checkpoint=max(saved, default=None),
+        why=why,
     )
 
 
-def _word(run: RunDir, attempt: int, running: str | None) -> str:
-    def stamp(marker: Path) -> dict[str, Any]:
-        fields = rundir.read_json(marker) or {}
-        return fields if fields.get("attempt") == attempt else {}
-
-    if attempt == 0:
-        return "not started"
-    if stamp(run.done):
-        return "done"
-    if rundir.first_error(run, attempt) is not None:
-        return "failed"
-    if running is not None:
-        return running
-    return "stopped" if "step" in stamp(run.stop) or "step" in stamp(run.requeue) else "lost"
+def reached(run: RunDir) -> int:
+    """The highest finished step that left a trace."""
+    row = (rundir.read_lines_from(run.metrics, -TAIL_BYTES)[0] or [{}])[-1]
+    return max(row.get("step") or 0, (rundir.read_json(run.heartbeat) or {}).get("step") or 0)
 
 
-def alive(run: RunDir, job: Mapping[str, Any]) -> str | None:
-    """`running`, Slurm's state in lower case, or None where the job has ended.
-
-    The process of another host cannot be seen from here: it counts as running until its attempt has an end. So does one
-    that trains in the foreground, since what called it may live on.
-    """
-    if job["launcher"] == "slurm":
-        return _slurm_state(job["job_id"])
-    last = rundir.last_attempt(run) or {}
-    if last.get("attempt") == job["attempt"] and last.get("end") and job["launcher"] == "train":
+def _find_job(run: RunDir, job: dict[str, Any], queue: Queue) -> slurm.Job | None:
+    """Slurm's view of the run's newest job; an id that was never written down is written down now."""
+    if job.get("launcher") != "slurm":
         return None
+    if job.get("job_id") is not None:
+        return queue.get(job["job_id"])
+    # the comment is `pithtrain TOKEN step=...`
+    found = next((one for one in queue.values() if job["token"] in one.comment.split()), None)
+    if found is not None:
+        with contextlib.suppress(OSError):  # someone else's run is only read
+            rundir.record_job(run, job["attempt"], job_id=found.job_id, adopted=time.time())
+    return found
+
+
+def _alive(
+    run: RunDir, job: dict[str, Any], known: slurm.Job | None, last: dict[str, Any], beat: dict[str, Any]
+) -> tuple[bool, str, str | None]:
+    """Whether something runs or waits to run, the word for it, and what it waits for."""
+    if known is not None and (known.state not in slurm.ENDED or _requeues(known, last)):
+        if known.state == "PENDING":
+            return True, "held" if known.held else "pending", slurm.pending_in_words(known, time.time())
+        word = {"SIGNALING": "running", "COMPLETING": "ending", "CONFIGURING": "starting"}.get(known.state)
+        word = word or known.state.lower()
+        return True, word, _phase(beat) if word == "running" else None
+    if not job or job["launcher"] == "slurm":
+        beats = time.time() - beat.get("time", 0) < FRESH_S and beat.get("attempt") == last.get("attempt")
+        if job and known is None and beats and not last.get("end"):
+            return True, "running", "its heart beats, and Slurm does not show its job to this user"
+        return False, "", None
+    if last.get("end") and (job["launcher"] == "train" or job["host"] != socket.gethostname()):
+        return False, "", None  # what called a run in the foreground may live on
     if job["host"] != socket.gethostname():
-        return None if last.get("end") else "running"
-    started = process_start(int(job["job_id"]))
+        age = time.time() - max(beat.get("time", 0), job["time"])
+        quiet = f"on {job['host']}, silent for {age:.0f} s: if that host is gone, `resume --force`"
+        return True, "running", quiet if age > SILENT_S else f"on {job['host']}"
+    return (True, "running", _phase(beat)) if any(local_pids(run, job)) else (False, "", None)
+
+
+def _requeues(known: slurm.Job, last: dict[str, Any]) -> bool:
+    """Whether an end may be one that Slurm is about to turn into a new start: nobody has closed the attempt."""
+    return known.state in ("PREEMPTED", "NODE_FAIL") and not last.get("end")
+
+
+def _phase(beat: dict[str, Any]) -> str | None:
+    phase = beat.get("phase", "step").replace("_", " ")
+    return None if phase == "step" else phase
+
+
+def _ended(
+    run: RunDir, job: dict[str, Any], known: slurm.Job | None, attempt: int, last: dict[str, Any]
+) -> tuple[str, str | None]:
+    """The word for a run behind which nothing lives, and one line that explains it."""
+
+    done, stop, requeue = (rundir.stamp(marker, attempt) for marker in (run.done, run.stop, run.requeue))
+    why = last.get("why")
+    if attempt == 0:
+        return "not started", "its submission did not come to its end" if job else None
+    if done:
+        return "done", why
+    if "step" in stop:
+        return "stopped", why or f"cancelled, saved at step {stop['step']}"
+    theirs = known.state if known else None
+    if theirs is None and job.get("launcher") == "slurm" and job.get("job_id") and not last.get("end"):
+        theirs = slurm.accounting_state(job["job_id"])
+    if stop or theirs == "CANCELLED" or last.get("ended") == "cancelled":
+        return "cancelled", why or "cancelled before it could save: goes on from the last checkpoint"
+    if last.get("ended") == "failed" or rundir.first_error(run, attempt) is not None:
+        return "failed", why or cause(run, attempt).line
+    if "step" in requeue:
+        return "stopped", why or f"saved at step {requeue['step']}"
+    if job.get("job_id") is None:
+        return "not started", "its submission did not come to its end, and Slurm knows no such job"
+    slurm_says = f"Slurm says {theirs.lower()}; " if theirs else ""
+    return "lost", why or f"{slurm_says}killed from outside: resume goes on from the last checkpoint"
+
+
+# ---- processes of this host ------------------------------------------------------------------------------------------
+
+
+def local_pids(run: RunDir, job: Mapping[str, Any]) -> Iterator[int]:
+    """The processes of the run's newest attempt that live on this host: the launcher, then the ranks."""
+    if job["host"] != socket.gethostname():
+        return
+    started = process_start(int(job["job_id"])) if job.get("job_id") else None
     # the record was written just after the process began: one that began later only has the same number
-    return "running" if started is not None and started < job["time"] + 5 else None
+    if started is not None and started < job["time"] + 5:
+        yield int(job["job_id"])
+    yield from rank_pids(run, job["attempt"])
 
 
-def _slurm_state(job_id: str) -> str | None:
-    """Raises RunDirError where the controller does not answer: an unknown state must not be taken for an end."""
-    for wait_s in (1, 3, 9):
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"], capture_output=True, text=True, check=False
-        )
-        if asked.returncode == 0:
-            return asked.stdout.strip().split("\n")[0].lower() or None
-        if "invalid job id" in asked.stderr.lower():  # it ended, and Slurm has forgotten it
-            return None
-        time.sleep(wait_s)
-    raise RunDirError(f"Slurm does not answer: {asked.stderr.strip()}")  # pyright: ignore[reportPossiblyUnbound]
+def rank_pids(run: RunDir, attempt: int) -> Iterator[int]:
+    """The ranks of an attempt that live on this host."""
+    for path in sorted(run.logs(attempt).glob("rank-*.pid")):
+        mine = rundir.read_json(path) or {}
+        if mine.get("host") == socket.gethostname():
+            began = process_start(mine["pid"])
+            if began is not None and abs(began - mine["start"]) < 1:
+                yield mine["pid"]
 
 
-def process_start(pid: int) -> float | None:
-    """When process `pid` began (Unix time; 0 where the system does not tell), None where there is none but a zombie."""
+# ---- causes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why an attempt failed: one line, the log that tells more, its exit code, and whether it may pass by itself."""
+
+    line: str
+    log: Path
+    exit_code: int = 1
+    retry: bool = True
+
+
+SRUN_SAYS = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
+
+
+def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: Path | None = None) -> Cause:
+    """The first cause of a failed attempt. `exit_codes`: of the ranks, negative for a signal, where they are known;
+    `step_log`: what srun wrote.
+
+    An error file that is no other rank's lost connection is the cause. Else a rank died without a word: whoever saw its
+    exit names it, and failing that it is the one that wrote no error while the others did.
+    """
+    first = rundir.first_error(run, attempt)
+    if first is not None and not first["secondary"]:
+        log = run.log(attempt, first["rank"]) if first["rank"] is not None else run.slurm
+        return Cause(rundir.describe_error(first), log, first["exit_code"], first.get("retry", True))
+    for rank, code in enumerate(exit_codes):
+        if code < 0:
+            return Cause(f"rank {rank} was killed by {_signal(signal.Signals(-code).name)}", run.log(attempt, rank))
+    text = step_log.read_text(errors="replace") if step_log is not None and step_log.exists() else ""
+    said = SRUN_SAYS.findall(text.rpartition(header(attempt))[2])
+    killed = [(host, ranks, what) for host, ranks, what in said if not what.startswith("Exited")]
+    silent = [rank for rank in range(_num_ranks(run)) if not run.error(attempt, rank).exists()]
+    stalled = first is not None and first["type"] == "Stalled"
+    if killed and not stalled:  # after a stall srun kills the innocent too
+        host, ranks, what = killed[0]
+        how = _signal("SIGKILL") if what.startswith("Killed") else what
+        return Cause(f"rank {ranks} on {host} was killed by {how}", run.log(attempt, int(re.split(r"[,-]", ranks)[0])))
+    if first is not None and silent:
+        what = "stopped answering" if stalled else "was killed"
+        line = f"rank {silent[0]} {what}: the others lost their connection to it"
+        return Cause(line, run.log(attempt, silent[0]))
+    if first is not None:
+        return Cause(rundir.describe_error(first), run.log(attempt, first["rank"]))
+    if said:
+        host, ranks, what = said[0]
+        return Cause(f"rank {ranks} on {host}: {what}, without a word", run.slurm)
+    return Cause("it ended without a word", run.logs(attempt))
+
+
+def _num_ranks(run: RunDir) -> int:
+    """0 where the spec cannot be read, which must not hide a cause."""
     try:
-        # the name, in parentheses, may itself hold spaces and parentheses
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self/stat").exists():
-            return None
+        asked = yaml.safe_load(run.spec_yaml.read_text(encoding="utf-8"))["slurm"]
+        return asked["nodes"] * asked["gpus_per_node"]
+    except (OSError, yaml.YAMLError, TypeError, KeyError):
+        return 0
+
+
+def header(attempt: int) -> str:
+    """The line with which an attempt begins in the output of its batch script, which all attempts of a job share."""
+    return f"---- attempt {attempt} begins ----"
+
+
+def _signal(name: str) -> str:
+    return f"{name} (the kernel does that when memory runs out)" if name == "SIGKILL" else name
+
+
+def failure(run: RunDir, attempt: int, exit_codes: Sequence[int] = ()) -> PithtrainError:
+    """The first cause of a failed attempt as an error with its exit code."""
+    job = (rundir.last_job(run) or {}).get("job_id")
+    found = cause(run, attempt, exit_codes, run.slurm / f"{job}_0_log.err")
+    error = RunFailed(f"{found.line}\n  log:    {found.log}")
+    error.exit_code = found.exit_code
+    return error
+
+
+# ---- waiting and ending ----------------------------------------------------------------------------------------------
+
+
+def _patient_state(run: RunDir) -> State:
+    """`state`, for who stays: a controller that is away for minutes ends no waiting."""
+    while True:
         try:
-            os.kill(pid, 0)
-        except OSError:
-            return None
-        return 0.0
-    if fields[0] in "ZX":
-        return None
-    return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            return state(run)
+        except SlurmError as error:
+            print(f"still waiting: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            time.sleep(SLURM_POLL_S)
 
 
 def wait(run: RunDir, report: Callable[[dict[str, Any]], None] = lambda row: None) -> State:
     """Wait until the run has ended and its processes are gone; `report` gets each new line of metrics.jsonl."""
     seen = position = 0
     while True:
-        now = state(run)
+        now = _patient_state(run)
         rows, position = rundir.read_lines_from(run.metrics, position)
         for row in rows:
             if row["step"] > seen:
                 seen = row["step"]
                 report(row)
         if not now.alive:
-            return state(run)
+            return now
         time.sleep(SLURM_POLL_S if now.launcher == "slurm" else POLL_S)
 
 
-def refuse_if_live(run: RunDir) -> None:
-    """Raises RunDirError while something trains in this run directory."""
-    now = state(run)
+def follow(run: RunDir, rank: int, attempt: int | None) -> Iterator[str]:
+    """The text of a rank's log as it grows, attempt after attempt (or of the given one), until the run has ended."""
+    number, position, asked = attempt or max(1, (rundir.last_attempt(run) or {}).get("attempt", 1)), 0, 0.0
+    while True:
+        ended = False
+        if time.monotonic() - asked > SLURM_POLL_S:
+            ended, asked = not _patient_state(run).alive, time.monotonic()
+        path = run.log(number, rank)
+        if path.exists():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                file.seek(position)
+                text = file.read()
+                position = file.tell()
+            if text:
+                yield text
+                continue
+        if attempt is None and run.log(number + 1, rank).exists():
+            number, position = number + 1, 0
+        elif ended or (attempt is not None and (rundir.last_attempt(run) or {}).get("attempt", 0) > attempt):
+            return
+        else:
+            time.sleep(POLL_S)
+
+
+def refuse_if_live(now: State, run: RunDir) -> None:
+    """Raises RunDirError while something trains, or waits to train, in this run directory."""
     if now.alive:
-        raise RunDirError(
-            f"{run.name} is {now.word} (attempt {now.attempt}, {now.launcher} {now.job_id})\n"
-            f"  stop it first:  pithtrain cancel {run.path}"
-        )
+        what = ", ".join(filter(None, [f"attempt {now.attempt}", f"{now.launcher} {now.job_id}", now.why]))
+        raise RunDirError(f"{run.name} is {now.word} ({what})\n  stop it first:  pithtrain cancel {run.path}")
 
 
-def cancel(run: RunDir) -> str:
-    """Ask the run to save at its next step and stop; returns what was done, in words.
+def cancel(run: RunDir, at_once: bool = False) -> str:
+    """Ask the run to save at its next step and stop, or end it `at_once`; returns what was done, in words.
 
-    The STOP marker reaches a run on any host within a second or so; the signal, where there is a way to send it, at
-    once. A job that has not begun is taken out of the queue.
+    The STOP marker reaches a run on any host within a second or so, also one whose ranks are still starting; the
+    signal, where there is a way to send it, at once. A job that has not begun is taken out of the queue.
     """
     now, job = state(run), rundir.last_job(run)
     if not now.alive or job is None:
         return f"{run.name} does not run: it is {now.word}"
-    if now.word == "pending":
-        _scancel(job["job_id"])
-        return f"{run.name} was waiting in the queue; job {job['job_id']} is cancelled"
     rundir.mark(run.stop, now.attempt)
     if job["launcher"] == "slurm":
-        _scancel("--signal=USR2", job["job_id"])
+        assert now.job_id is not None, "Slurm was asked just now"
+        if now.word in ("pending", "held"):
+            slurm.cancel(now.job_id)
+            why = "cancelled while it waited in the queue"
+            rundir.record_attempt(run, now.attempt, job_id=now.job_id, end=time.time(), ended="cancelled", why=why)
+            return f"{run.name} was waiting in the queue; job {now.job_id} is cancelled"
+        slurm.cancel(now.job_id, None if at_once else "USR2")
     elif job["host"] == socket.gethostname():
-        os.kill(int(job["job_id"]), signal.SIGTERM)
-    return f"{run.name} saves at its next step and stops"
+        for pid in local_pids(run, job):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+    elif at_once:
+        raise RunDirError(f"{run.name} runs on {job['host']}: it saves and stops; to kill it, run this command there")
+    return f"{run.name} is ended without a save" if at_once else f"{run.name} saves at its next step and stops"
 
 
-def _scancel(*arguments: str) -> None:
-    done = subprocess.run(["scancel", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RunDirError(f"scancel: {done.stderr.strip()}")
+def ask_to_save(run: RunDir) -> str:
+    """Ask the run for a checkpoint at its next step."""
+    now = state(run)
+    if not now.alive or now.word in ("pending", "held"):
+        raise RunDirError(f"{run.name} does not run: it is {now.word}")
+    rundir.mark(run.save, now.attempt)
+    return f"{run.name} saves at its next step and goes on"
+
+
+def dump_stacks(run: RunDir) -> str:
+    """Make every rank write its stacks into its log; the run goes on."""
+    now, job = state(run), rundir.last_job(run)
+    if not now.alive or job is None or now.word in ("pending", "held"):
+        raise RunDirError(f"{run.name} does not run: it is {now.word}")
+    if not list(run.logs(now.attempt).glob("rank-*.pid")):  # the signal would end a process that has no handler yet
+        raise RunDirError(f"the ranks of {run.name} are still starting: try again in a few seconds")
+    if job["launcher"] == "slurm":
+        assert now.job_id is not None, "Slurm was asked just now"
+        slurm.cancel(now.job_id, "USR1")
+    elif job["host"] == socket.gethostname():
+        for pid in rank_pids(run, now.attempt):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+    else:
+        raise RunDirError(f"{run.name} runs on {job['host']}: run this command there")
+    return f"the stacks are in {run.logs(now.attempt)}/rank-*.log"

@@ -24,8 +24,11 @@ writer.
     run.log(attempt=1, rank=0)      -> runs/tiny/logs/attempt-1/rank-0.log
 """
 
+import contextlib
 import dataclasses
 import difflib
+import errno
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -35,17 +38,21 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
 import pithtrain
+from pithtrain import errors
 from pithtrain.errors import RunDirError
 
+RESERVE_BYTES = 256 * 1024  # a traceback a rank
 ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
 
@@ -140,18 +147,56 @@ class RunDir:
     def requeue(self) -> Path:
         return self.path / "REQUEUE"
 
+    @property
+    def save(self) -> Path:
+        return self.path / "SAVE"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.path / "heartbeat.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def reserve(self) -> Path:
+        return self.path / ".reserve"
+
+    def pid(self, attempt: int, rank: int) -> Path:
+        return self.logs(attempt) / f"rank-{rank}.pid"
+
 
 # ---- files that are read while they change ---------------------------------------------------------------------------
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write `text` aside, flush it to the disk, rename it to `path`."""
+def write_atomic(path: Path, text: str, durable: bool = True) -> None:
+    """Write `text` aside, rename it to `path`; `durable`: flushed to the disk first, which costs milliseconds."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     aside.replace(path)
+
+
+def write_last_words(run: RunDir, path: Path, text: str) -> None:
+    """As `write_atomic`, for what tells how something ended: a full disk gives back the run's reserve for it."""
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        run.reserve.unlink(missing_ok=True)
+        write_atomic(path, text)
+
+
+def keep_reserve(run: RunDir) -> None:
+    """Set aside the space that `write_last_words` may need."""
+    with contextlib.suppress(OSError):  # there is none to set aside
+        if not run.reserve.exists():
+            run.reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros may take no room
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -191,13 +236,19 @@ def read_lines_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def mark(marker: Path, attempt: int, **fields: Any) -> None:
-    """Set a marker (DONE, STOP, REQUEUE), stamped with the attempt and the time."""
+    """Set a marker (DONE, STOP, REQUEUE, SAVE), stamped with the attempt and the time."""
     write_atomic(marker, json.dumps({"attempt": attempt, "time": time.time(), **fields}) + "\n")
+
+
+def stamp(marker: Path, attempt: int) -> dict[str, Any]:
+    """What a marker says of this attempt; {} where it is another's or not there. A cancel may name a later one."""
+    fields = read_json(marker) or {}
+    return fields if fields.get("attempt") == attempt else {}
 
 
 def clear_stale_markers(run: RunDir, attempt: int) -> None:
     """Remove markers of earlier attempts. One set for `attempt` itself stays: it was cancelled before it began."""
-    for marker in (run.done, run.stop, run.requeue):
+    for marker in (run.done, run.stop, run.requeue, run.save):
         stamp = read_json(marker)
         if stamp is None or stamp.get("attempt", 0) < attempt:
             marker.unlink(missing_ok=True)
@@ -214,12 +265,23 @@ def create(path: Path, spec_yaml: str, plan: dict[str, Any], command: list[str])
     run = RunDir(path.absolute())
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
-        run.path.mkdir()
+        run.path.mkdir(mode=0o755)
+        run.path.chmod(0o755)  # whatever the umask: no one else writes what this user's jobs run
     except FileExistsError:
         raise RunDirError(_exists_message(run, spec_yaml)) from None
     except OSError as error:
         raise RunDirError(f"cannot make the run directory {run.path}: {error.strerror}") from error
+    try:
+        _fill(run, spec_yaml, plan, command)
+    except OSError as error:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise RunDirError(f"cannot fill the run directory {run.path}: {error}") from error
+    return run
+
+
+def _fill(run: RunDir, spec_yaml: str, plan: dict[str, Any], command: list[str]) -> None:
     run.slurm.mkdir()
+    keep_reserve(run)
     run.wandb_id.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
     write_atomic(run.spec_yaml, spec_yaml)
     write_atomic(run.plan_json, json.dumps(plan, indent=2) + "\n")
@@ -233,7 +295,6 @@ def create(path: Path, spec_yaml: str, plan: dict[str, Any], command: list[str])
         "jobs": [],
     }
     write_atomic(run.submit_json, json.dumps(about, indent=2) + "\n")
-    return run
 
 
 def snapshot_code(run: RunDir) -> dict[str, Any]:
@@ -249,7 +310,8 @@ def snapshot_code(run: RunDir) -> dict[str, Any]:
     if commit is not None:
         difference = _git(package, "diff", "HEAD", "--", ".") or ""
         untracked = _git(package, "ls-files", "--others", "--exclude-standard", "--", ".") or ""
-        about |= {"commit": commit.strip(), "dirty": bool(difference or untracked)}
+        tree = (_git(package, "rev-parse", "HEAD^{tree}") or "").strip()
+        about |= {"commit": commit.strip(), "tree": tree, "dirty": bool(difference or untracked)}
         if difference:
             (run.code / "dirty.diff").write_text(difference, encoding="utf-8")
     return about
@@ -284,8 +346,8 @@ def find(reference: str, output_dir: Path) -> RunDir:
         if (path / "spec.yaml").exists():
             return RunDir(path.absolute())
     known = runs(output_dir)
-    for run in known:
-        if any(job.get("job_id") == reference for job in (read_json(run.submit_json) or {}).get("jobs", [])):
+    for run in reversed(known):  # a number may come again: the newest run is meant
+        if any(job.get("job_id") == reference for job in jobs(run)):
             return run
     names = [run.name for run in known]
     near = difflib.get_close_matches(Path(reference).name, names, n=3, cutoff=0.4) or names[-3:]
@@ -305,15 +367,61 @@ def update_submit(run: RunDir, **fields: Any) -> None:
     write_atomic(run.submit_json, json.dumps(about, indent=2) + "\n")
 
 
-def add_job(run: RunDir, job: dict[str, Any]) -> None:
-    """Append a job (id, launcher, attempt, host) to submit.json."""
-    update_submit(run, jobs=[*(read_json(run.submit_json) or {}).get("jobs", []), job])
+def jobs(run: RunDir) -> list[dict[str, Any]]:
+    """The jobs of submit.json: one an explicit submission, with the attempt it began with (a requeue counts on)."""
+    return (read_json(run.submit_json) or {}).get("jobs", [])
+
+
+def record_job(run: RunDir, attempt: int, **fields: Any) -> None:
+    """Write fields (job_id, launcher, host, token, ...) into the entry of the job that began with `attempt`.
+
+    The entry exists before sbatch is called, so that the submitting command, the job and whoever asks for its state may
+    each complete it: they write the same values.
+    """
+    entries = {entry["attempt"]: entry for entry in jobs(run)}
+    entries[attempt] = entries.get(attempt, {"attempt": attempt}) | fields
+    update_submit(run, jobs=[entries[key] for key in sorted(entries)])
+
+
+def forget_job(run: RunDir, attempt: int) -> None:
+    """Take out the entry of a submission that was refused."""
+    update_submit(run, jobs=[entry for entry in jobs(run) if entry["attempt"] != attempt])
 
 
 def last_job(run: RunDir) -> dict[str, Any] | None:
     """The newest job of submit.json, or None before the first."""
-    jobs = (read_json(run.submit_json) or {}).get("jobs", [])
-    return jobs[-1] if jobs else None
+    return jobs(run)[-1] if jobs(run) else None
+
+
+@contextlib.contextmanager
+def locked(run: RunDir) -> Generator[None, None, None]:
+    """Keep other commands from starting or resuming this run meanwhile. The system frees the lock of a dead process.
+
+    Raises RunDirError where another command has it. Where the file system has no locks, `claim_attempt` still decides.
+    """
+    handle = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise RunDirError(f"another command is starting {run.name} right now: look with `pithtrain status`") from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def require_own(run: RunDir) -> None:
+    """Raises RunDirError unless this user alone can write to the folders whose contents get unpickled and run."""
+    for path in (run.path, run.code, run.slurm):
+        about = path.stat()
+        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise RunDirError(
+                f"{path} belongs to uid {about.st_uid}, mode {stat.filemode(about.st_mode)}: a run starts only from "
+                f"folders that are yours and that no one else can write to\n  if it is yours:  chmod go-w {path}"
+            )
 
 
 # ---- attempts and errors ---------------------------------------------------------------------------------------------
@@ -354,7 +462,13 @@ def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
     """
     rows = {row["attempt"]: row for row in read_lines(run.attempts)}
     rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
-    write_atomic(run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+    write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+
+
+def attempt_steps(run: RunDir, attempt: int) -> dict[str, int | None]:
+    """First and last step that an attempt logged and that still stand."""
+    steps = [row["step"] for row in read_lines(run.metrics) if row.get("attempt") == attempt]
+    return {"first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None}
 
 
 def last_attempt(run: RunDir) -> dict[str, Any] | None:
@@ -369,8 +483,18 @@ def first_error(run: RunDir, attempt: int) -> dict[str, Any] | None:
     When a rank dies, its peers' collectives fail within milliseconds, on a cluster by clocks that differ; those errors
     say `secondary: true`, and count only where nothing else was written (a rank was killed from outside).
     """
-    found = [error for path in run.errors(attempt).glob("rank-*.json") if (error := read_json(path)) is not None]
+    found = [error for path in run.errors(attempt).glob("*-*.json") if (error := read_json(path)) is not None]
     return min(found, key=lambda error: (error["secondary"], error["time"]), default=None)
+
+
+def describe_error(report: Mapping[str, Any]) -> str:
+    """One readable cause from an error file: `rank 3: ValueError: ...`; our own errors need no class name."""
+    message: str = report["message"]
+    if report["rank"] is None:  # of a node, before there were ranks
+        return message
+    ours = hasattr(errors, report["type"])
+    prefix = "" if ours or report["type"] in message else f"{report['type']}: "
+    return f"rank {report['rank']}: {prefix}{message}"
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ string becomes a number, and what cannot work is refused here, on a login node, 
   twice is refused with both lines. Whole-number fields take `1e3` as well. `--set` and config.json are read alike.
 - **Types.** pydantic, frozen and strict, unknown keys refused with the nearest valid one or the section it belongs to.
   Relative paths are taken against the caller's directory and stored absolute.
+- **A place.** `slurm.profile` names a file of `slurm/` with the facts of a cluster, which lie below what the spec and
+  `--set` say. The resolved spec holds the result and needs that file no more.
 - **Rules.** The arithmetic between sections is in functions whose parameters are the sections they read, so that a
   mistake in one section does not hide those in others. A check never changes what it checks.
 - **Not built yet.** Keys of features to come exist, made by `_later`; any other value than their "off" is refused.
@@ -275,6 +277,7 @@ class DistributedSection(Strict):
 
     init_timeout_s: Positive = _key(600, "seconds; longer than the slowest node's start")
     train_timeout_s: Positive = _key(900, "seconds; longer than the slowest first compile")
+    step_timeout_s: Positive = _key(300, "seconds; a step after the first, a batch of a validation")
     save_timeout_s: Positive = _key(1800, "seconds; longer than the slowest checkpoint")
     flight_recorder: bool = _later(False, "the last collectives of each rank, written on a time-out")
 
@@ -282,7 +285,7 @@ class DistributedSection(Strict):
 class SlurmSection(Strict):
     """What is asked of Slurm, under sbatch's long option names; without Slurm, gpus_per_node processes run here."""
 
-    profile: Text | None = _later(None, "a file of slurm/: facts of a place")
+    profile: Text | None = _key(None, "NAME of slurm/NAME.yaml, or a path: facts of a place, below what stands here")
     account: Text | None = _key(None, "who pays")
     partition: Text | None = _key(None, "null: the cluster's default")
     qos: Text | None = _key(None, "quality of service")
@@ -300,7 +303,7 @@ class SlurmSection(Strict):
     exclude: Text | None = _key(None, "nodes not to use")
     exclusive: bool = _key(False, "no other job on our nodes")
     signal_delay_s: Positive = _key(300, "seconds before the time limit at which the run saves")
-    max_requeues: Count = _later(0, "restarts after a crash")
+    max_requeues: Count = _key(10, "restarts after a crash, each only if a step was gained since the one before")
     setup: Lines = _key((), "shell lines before the run")
     env: dict[str, str] = _key({}, "environment of the ranks")
     additional_parameters: dict[str, Any] = _key({}, "other sbatch options, with underscores")
@@ -483,22 +486,32 @@ def _check_data(data: DataSection) -> Problems:
 
 
 OWN_ENVIRONMENT = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH|(SLURM|SUBMITIT|PITHTRAIN)_.*")
-SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD).*", re.IGNORECASE)
-OWN_OPTIONS = {
-    *SlurmSection.model_fields,
-    "job_name",
-    "ntasks",
-    "ntasks_per_node",
-    "signal",
-    "output",
-    "error",
-    "chdir",
-    "array",  # copies of a run in one run directory
-    "wait",
-    "wrap",
-    "parsable",
-    "test_only",
-}
+OWN_OPTIONS = re.compile(
+    "|".join(SlurmSection.model_fields)
+    + "|job_name|ntasks(_per_node)?|signal|output|error|open_mode|chdir|wait|wrap|parsable|test_only|export"
+    "|comment|(no_)?requeue"  # how a run is followed and started again
+    "|mem_per_[cg]pu"  # mem is always sent, and sbatch takes one of them
+    "|array"  # copies of a run in one run directory
+)
+_NAME = r"[\w-]*(?:key|token|secret|passw(?:or)?d|credentials?|jwt)(?![a-z])[\w-]*(?<!_file)(?<!_path)(?<!_dir)"
+SECRET_NAME = re.compile(_NAME, re.IGNORECASE)  # WANDB_API_KEY, and neither TOKENIZERS_PARALLELISM nor a file's name
+SECRET = re.compile(  # in a line of shell; a value that begins with $ or ` is read from elsewhere when it runs
+    rf"""(?:{_NAME}=|--{_NAME}\s+(?!-))['"]?(?![$`'"\s])."""  # export HF_TOKEN=..., --password ...
+    r"|://[^/\s:@]*:[^/\s@$]+@|https?://[^/\s:@$]+@"  # user:password@host, token@host
+    r"|\bbearer\s+(?![$`])\w|\bwandb\s+login\b[^;&|]*\s[\w-]{40,}",
+    re.IGNORECASE,
+)
+
+
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Every string in it, by its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, tuple):
+        yield from _texts(dict(enumerate(cast("tuple[object]", value))), path)
+    elif isinstance(value, dict):
+        for key, item in cast("dict[object, object]", value).items():
+            yield from _texts(item, f"{path}.{key}")
 
 
 def _check_slurm(slurm: SlurmSection) -> Problems:
@@ -511,18 +524,23 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
     for key, value in slurm.env.items():
         if OWN_ENVIRONMENT.fullmatch(key):
             yield Problem(f"slurm.env.{key}", value, "is set by pithtrain or Slurm for every rank")
-        elif not re.fullmatch(r"[A-Za-z_]\w*", key):
-            yield Problem(f"slurm.env.{key}", value, "is no name of a variable: letters, digits and _")
-        elif SECRET.fullmatch(key):
-            hint = "export it in the shell you submit from: the job inherits it"
-            yield Problem(f"slurm.env.{key}", "...", "looks like a secret, and a spec is kept and shown", hint)
+        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+            yield Problem("slurm.env", key, "is no name of a variable: letters, digits and _")
     for key, value in slurm.additional_parameters.items():
         name = key.replace("-", "_")
-        hint = f"set slurm.{name}" if name in SlurmSection.model_fields else "it follows from the mesh and the name"
-        if name in OWN_OPTIONS:
+        hint = f"set slurm.{name}" if name in SlurmSection.model_fields else "it follows from the mesh and the run"
+        if not re.fullmatch(r"[a-z][a-z0-9_]+", name):
+            yield Problem("slurm.additional_parameters", key, "is no long option of sbatch, such as mail_type")
+        elif OWN_OPTIONS.fullmatch(name):
             yield Problem(f"slurm.additional_parameters.{key}", value, "is ours to set", hint)
         elif value is False or not isinstance(value, str | int | float):
             yield Problem(f"slurm.additional_parameters.{key}", value, "must be a string, a number or true")
+    for path, text in _texts(dict(slurm), "slurm"):
+        if SECRET_NAME.fullmatch(path.rpartition(".")[2]) or SECRET.search(text):
+            hint = "export it in the shell you submit from (the job inherits it), or in setup: NAME=$(cat FILE)"
+            yield Problem(path, "...", "looks like a secret, and a spec is kept and shown", hint)
+        elif not (re.sub(r"[\t\n]", "", text) if path.startswith("slurm.setup") else text).isprintable():
+            yield Problem(path, text, "holds a character that cannot be printed")
 
 
 def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], prefix: str = "") -> Problems:
@@ -712,21 +730,64 @@ def _model(value: object, known: dict[str, str]) -> ModelSection:
     raise SpecError(problems)
 
 
+RUN_ONLY = {"profile", "time", "nodes", "exclude", "signal_delay_s", "max_requeues"}  # no facts of a place
+
+
+def _on_profile(slurm: object, known: Mapping[str, str]) -> object:
+    """The slurm section on top of its profile: mappings are joined key by key, lists come after the profile's."""
+    section = cast("dict[str, Any]", slurm) if isinstance(slurm, dict) else {}
+    name, at = section.get("profile"), "slurm.profile"
+    if not isinstance(name, str):
+        return cast("object", slurm)
+    path = Path(name if "/" in name or name.endswith(".yaml") else f"slurm/{name}.yaml")
+    if not path.expanduser().is_file():
+        there = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml"))) or "none"
+        raise SpecError([Problem(at, name, f"there is no file {_absolute(path)}", f"profiles there: {there}")])
+    if section.keys() >= SlurmSection.model_fields.keys():
+        rule = "changes nothing here: every key of slurm is given, as in the spec of a run directory"
+        raise SpecError([Problem(at, name, rule, "set the keys themselves")])
+    facts: dict[str, Any] = _read_file(path, at)
+    rule = "belongs to a run and not to a place"
+    problems = [Problem(f"slurm.{key}", facts[key], rule) for key in sorted(RUN_ONLY & facts.keys())]
+    try:
+        SlurmSection.model_validate(facts)
+    except ValidationError as error:
+        problems.extend(_problem(detail, "slurm.", known) for detail in error.errors(include_url=False))
+    if problems:
+        raise SpecError([replace(problem, path=f"{path}: {problem.path}") for problem in problems])
+    joined = {**facts, **section, "profile": None}
+    for key, mine in section.items():
+        if isinstance(mine, dict | list) and type(facts.get(key)) is type(cast("object", mine)):
+            joined[key] = facts[key] | mine if isinstance(mine, dict) else facts[key] + mine
+    return joined
+
+
+def _masked(problem: Problem) -> Problem:
+    """A problem without its value where that may be a secret: errors end in terminals, logs and tickets."""
+    said = f"{problem.path.rpartition('.')[2]} {problem.value}"
+    secret = SECRET_NAME.search(said) or SECRET.search(said)
+    return replace(problem, value="...") if secret and not problem.path.startswith("model.") else problem
+
+
 def from_dict(fields: Mapping[str, object]) -> RunSpec:
     """The spec of plain data as YAML gives it. Raises SpecError with every problem found."""
     known = dict(_fields(RunSpec))
     known["model.config_file"] = known.pop("model.config")
-    model: ModelSection | None = None
+    made: dict[str, object] = {"model": None, "slurm": None}
+    unmade: set[tuple[str]] = set()
     problems: list[Problem] = []
     parts: dict[str, Any] = {}
+    for name, make in (("model", _model), ("slurm", _on_profile)):
+        try:
+            made[name] = make(fields.get(name, {}), known)
+        except SpecError as error:
+            problems.extend(error.problems)
+            unmade.add((name,))
     try:
-        model = _model(fields.get("model", {}), known)
-    except SpecError as error:
-        problems.extend(error.problems)
-    try:
-        spec = RunSpec.model_validate({**fields, "model": model}, context=parts)
+        spec = RunSpec.model_validate({**fields, **made}, context=parts)
     except ValidationError as error:
-        details = [detail for detail in error.errors(include_url=False) if model or detail["loc"] != ("model",)]
+        # a section that could not be made has said why
+        details = [detail for detail in error.errors(include_url=False) if detail["loc"] not in unmade]
         problems.extend(_problem(detail, "", known) for detail in details)
         raise SpecError([*problems, *_broken_rules(parts)]) from None
     schedule, last = spec.lr_scheduler, spec.training.max_steps
@@ -750,4 +811,4 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
             fields = _put(fields, key.split("."), _read(override.partition("=")[2], key))
         return from_dict(cast(dict[str, object], fields))
     except SpecError as error:
-        raise SpecError(error.problems, str(path)) from None
+        raise SpecError([*map(_masked, error.problems)], str(path)) from None

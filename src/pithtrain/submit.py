@@ -16,11 +16,12 @@ would get, on a machine without Slurm too.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import re
+import secrets
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,8 +31,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pithtrain import rundir, worker
-from pithtrain.errors import PithtrainError, Problem, RunFailed, SpecError, StoppedEarly
+from pithtrain import jobs, rundir, slurm, watch, worker
+from pithtrain.errors import ABSENT, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -44,6 +45,7 @@ OUTER_JOB = re.compile(
 )
 KEPT = ("SLURM_CONF",)  # says where the cluster is, not which job this is
 
+REQUEUE_SETTLES_S = 5.0  # from the end of an attempt to the start of the next one in the same job
 UNLIMITED_MIN = 10 * 365 * 24 * 60  # submitit's local executor needs a limit
 END_GRACE_S = 15.0  # from one rank's failure to SIGKILL; workers end by themselves within worker.GRACE_S + POLL_S
 LAST_GRACE_S = 300.0  # from one rank's clean end to SIGKILL of the rest: rank 0 may still be uploading
@@ -53,14 +55,14 @@ LAST_GRACE_S = 300.0  # from one rank's clean end to SIGKILL of the rest: rank 0
 
 
 def launcher() -> Launcher:
-    """`slurm` where `sbatch` exists and a controller answers `sinfo`, else `local`."""
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+    """`slurm` where Slurm is installed and configured, else `local`.
+
+    Raises SlurmError where its controller does not answer: a run meant for a cluster must not start on a login node.
+    """
+    if not slurm.configured():
         return "local"
-    try:
-        answer = subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "local"
-    return "slurm" if answer.returncode == 0 else "local"
+    slurm.call("sinfo", "--noheader")
+    return "slurm"
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -75,14 +77,20 @@ def task_environment(run: RunDir, spec: RunSpec, attempt: int) -> dict[str, str]
     return env | {"PYTHONPATH": os.pathsep.join(paths), "PITHTRAIN_ATTEMPT": str(attempt)}
 
 
-def parameters(spec: RunSpec, run: RunDir, attempt: int) -> dict[str, Any]:
-    """The keyword arguments for submitit's SlurmExecutor. One task per GPU; on a CPU `gpus_per_node` tasks per node."""
+def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str | None = None) -> dict[str, Any]:
+    """The keyword arguments for submitit's SlurmExecutor. One task per GPU; on a CPU `gpus_per_node` tasks per node.
+
+    `token`: names the submission in the job's comment, before it has an id. `lane`: a job name of which one job runs at
+    a time; without one the job is named as the run.
+    """
     slurm = spec.slurm
-    exports = {**slurm.env, "PITHTRAIN_ATTEMPT": str(attempt)}
+    exports = {**slurm.env, "PITHTRAIN_ATTEMPT": str(attempt), "PITHTRAIN_TOKEN": token}
+    python, path = shlex.quote(sys.executable), shlex.quote(str(run.path))
+    after = f"{python} -m pithtrain.batch after {path}"
     # srun has not inherited it since Slurm 22.05
     cpus = [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
     wanted: dict[str, Any] = {
-        "job_name": run.name,
+        "job_name": lane or run.name,
         "time": slurm.time_minutes,
         "nodes": slurm.nodes,
         "ntasks_per_node": slurm.gpus_per_node,
@@ -95,53 +103,98 @@ def parameters(spec: RunSpec, run: RunDir, attempt: int) -> dict[str, Any]:
         "constraint": slurm.constraint,
         "exclude": slurm.exclude,
         "exclusive": slurm.exclusive or None,
+        "comment": f"pithtrain {token}",
         "signal_delay_s": slurm.signal_delay_s,
         "setup": [
+            "trap : TERM USR2  # signals are for the ranks: this shell stays, to say what comes next",
             *slurm.setup,  # first: a module it loads must not come before the snapshot
             f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
             *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
+            f'[ -x {python} ] || {{ echo "error: no Python at" {python} "on $(hostname)" >&2; exit 127; }}',
+            f"{python} -m pithtrain.batch before {path} || {{ {after} $?; exit $?; }}",
         ],
         "srun_args": [
             "--kill-on-bad-exit=1",  # one rank's end ends the step ...
-            "--wait=60",  # ... and so does a rank that is done while another is not, a minute later
+            "--wait=120",  # ... and so does a rank that is done, when another still uploads: events.WANDB_TIMEOUT_S
             *cpus,
             *slurm.srun_args,
         ],
-        "additional_parameters": {"chdir": str(run.code), **slurm.additional_parameters},
+        "teardown": ["rc=$?", f"{after} $rc", "exit $?"],
+        "additional_parameters": {
+            "chdir": str(run.code),
+            "requeue": True,
+            **({"dependency": "singleton"} if lane else {}),
+            **slurm.additional_parameters,
+        },
     }
     # submitit's own default is wckey=submitit, which sites with wckeys refuse
     return {name: value for name, value in wanted.items() if value is not None} | {"wckey": None}
 
 
-def render(spec: RunSpec, run: RunDir, attempt: int = 1) -> str:
-    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch."""
+def held_python(run: RunDir) -> str:
+    """How each rank's Python starts: with signals held back until there are handlers for them."""
+    return f"{shlex.quote(sys.executable)} {shlex.quote(str(run.code / 'pithtrain' / 'held.py'))}"
+
+
+def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN", lane: str | None = None) -> str:
+    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there."""
     from submitit.slurm import slurm
 
-    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(run.slurm))}"
+    command = f"{held_python(run)} -u -m submitit.core._submit {shlex.quote(str(run.slurm))}"
     make = slurm._make_sbatch_string  # pyright: ignore[reportPrivateUsage]  # its text is tested against the executor's
-    return make(command=command, folder=run.slurm, **parameters(spec, run, attempt))
+    return make(command=command, folder=run.slurm, **parameters(spec, run, attempt, token, lane))
 
 
-def check(spec: RunSpec, by: Launcher) -> None:
-    """Raises SpecError for what cannot start this way; call it before a run directory is made."""
-    if by == "local" and spec.slurm.nodes > 1:
-        rule = "more than one node needs Slurm, and none answers on this machine"
-        raise SpecError([Problem("slurm.nodes", spec.slurm.nodes, rule, "run where `sinfo` answers, or set it to 1")])
+def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
+    """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start.
 
-
-def submit(run: RunDir, spec: RunSpec, by: Launcher) -> dict[str, Any]:
-    """Claim an attempt and start it; returns its record in submit.json (job_id, launcher, attempt, host, time).
-
-    Raises RunFailed with sbatch's own words where it refuses.
+    Raises SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script.
+    `force`: what we would refuse is a note, and Slurm decides.
     """
-    check(spec, by)
+    if by == "slurm":
+        cluster = slurm.cluster_facts(spec)
+        problems, notes = slurm.problems(spec, cluster)
+        if problems and not force:
+            raise SpecError(problems, "Slurm")
+        notes = [*map(str, problems), *notes]
+        script = render(spec, RunDir(spec.output_dir / spec.name))
+        try:
+            return [*notes, slurm.test_only(script, may_wait=not cluster.whole)]
+        except SlurmError as refused:
+            if not force:
+                raise
+            return [*notes, str(refused)]
+    if spec.slurm.nodes > 1:
+        rule = "more than one node needs Slurm, and none is configured on this machine"
+        raise SpecError([Problem("slurm.nodes", spec.slurm.nodes, rule, "run where `sinfo` answers, or set it to 1")])
+    unused = [key for key in ("setup", "srun_args", "additional_parameters") if getattr(spec.slurm, key)]
+    return [f"slurm.{key} is not used without Slurm" for key in unused]
+
+
+def submit(
+    run: RunDir, spec: RunSpec, by: Launcher, lane: str | None = None, first: int | None = None
+) -> dict[str, Any]:
+    """Claim an attempt and start it; returns its entry in submit.json (job_id, launcher, attempt, host, time, token).
+
+    The entry stands before sbatch is called, so whatever dies in between, the job can be found by its token. `lane`:
+    see `parameters`; `first`: the first attempt of the chain of jobs that this one continues. Raises RunFailed with
+    sbatch's own words where it refuses.
+    """
+    rundir.require_own(run)
     attempt = rundir.claim_attempt(run)
+    entry = {"job_id": None, "launcher": by, "host": socket.gethostname(), "time": time.time()}
+    entry |= {"token": secrets.token_hex(6), "first": first or attempt, "lane": lane, "spec": spec.stable_hash()}
+    rundir.record_job(run, attempt, **entry)
     env = task_environment(run, spec, attempt)
+    if (
+        by == "slurm" and "SLURM_JOB_ID" in os.environ
+    ):  # from inside a job: its devices and its scratch folder are gone with it
+        env = {name: value for name, value in env.items() if name not in ("CUDA_VISIBLE_DEVICES", "TMPDIR")}
     if by == "local" and "CUDA_VISIBLE_DEVICES" in env:
         env[worker.GIVEN_DEVICES] = env["CUDA_VISIBLE_DEVICES"]
     output = run.slurm / f"submit-{attempt}.log"
     with output.open("w") as file:
-        done = subprocess.run(
+        subprocess.run(
             [sys.executable, "-m", "pithtrain.submit", str(run.path), by, str(attempt)],
             cwd=run.code,
             env=env,
@@ -151,9 +204,16 @@ def submit(run: RunDir, spec: RunSpec, by: Launcher) -> dict[str, Any]:
             start_new_session=True,
             check=False,
         )
-    job = rundir.last_job(run)
-    if done.returncode != 0 or job is None or job["attempt"] != attempt:
+    job = rundir.last_job(run) or {}
+    if job.get("job_id") is None and by == "slurm":  # an answer of sbatch that got lost: the job is found by its token
+        job |= {"job_id": jobs.state(run).job_id}
+    if job.get("job_id") is None:
         said = "\n".join(dict.fromkeys(output.read_text().strip().splitlines()))  # submitit repeats what sbatch says
+        if by == "slurm" and slurm.AWAY.search(said):
+            raise SlurmError(
+                f"it is not known whether Slurm took {run.name}: {said}\n  see:  pithtrain status {run.path}"
+            )
+        rundir.forget_job(run, attempt)
         raise RunFailed(f"could not submit {run.name}: {said or 'no output'}")
     return job
 
@@ -164,9 +224,11 @@ def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
     from submitit.core.utils import FailedJobError
 
     spec = load(run.spec_yaml)
+    entry = rundir.last_job(run)
+    assert entry is not None and entry["attempt"] == attempt, "`submit` has just written it"
     if by == "slurm":
-        executor = SlurmExecutor(folder=run.slurm)
-        executor.update_parameters(**parameters(spec, run, attempt))
+        executor = SlurmExecutor(folder=run.slurm, python=held_python(run))
+        executor.update_parameters(**parameters(spec, run, attempt, entry["token"], entry["lane"]))
     else:
         executor = LocalExecutor(folder=run.slurm)
         executor.update_parameters(
@@ -178,9 +240,138 @@ def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
         job = executor.submit(worker.entry, str(run.path))
     except FailedJobError as error:
         raise SystemExit(str(error)) from None
-    host = socket.gethostname()
-    record = {"job_id": job.job_id, "launcher": by, "attempt": attempt, "host": host, "time": time.time()}
-    rundir.add_job(run, record)
+    rundir.record_job(run, attempt, job_id=job.job_id, time=time.time())
+
+
+def write_pickle(run: RunDir, job_id: str) -> None:
+    """What submitit's task reads, where the submitting process died before it gave the file the job's id."""
+    path = run.slurm / f"{job_id}_submitted.pkl"
+    if not path.exists():
+        from submitit.core.utils import DelayedSubmission
+
+        DelayedSubmission(worker.entry, str(run.path)).dump(path)
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: bool = False) -> list[str]:
+    """Let a run go on through Slurm or local processes; returns what was changed and done, in lines.
+
+    Call it with the run's lock held. A job that waits or is held is changed in place and released; one that is gone is
+    submitted again. `excludes`: nodes are taken out of the job, which may be running: it saves and is queued again
+    first, since a job cannot change its own nodes. Raises RunDirError for a run that is live or done.
+    """
+    now = jobs.state(run)
+    if excludes and now.word == "running" and now.launcher == "slurm" and now.job_id is not None:
+        _changed_spec(run, changes)
+        slurm.cancel(now.job_id, "USR2")
+        while (now := jobs.state(run)).alive and now.word not in ("pending", "held"):
+            time.sleep(1.0)
+    if now.alive and now.word in ("pending", "held"):
+        return _change_waiting(run, now, changes)
+    by = launcher()
+    lines = prepare_resume(run, changes, by, force)
+    spec = load(run.spec_yaml)
+    job = submit(run, spec, by, lane=(rundir.last_job(run) or {}).get("lane"))
+    return [*lines, f"{run.name}: {job['launcher']} {job['job_id']}, attempt {job['attempt']}"]
+
+
+def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, force: bool) -> list[str]:
+    """Check that `run` can go on, and bring its spec and code up to date; returns what changes, in lines.
+
+    `by`: how it will be submitted, None where this process or its launcher's others train. `force`: though it seems to
+    run on another host, and as in `check`.
+    """
+    rundir.require_own(run)
+    now = jobs.state(run)
+    elsewhere = (rundir.last_job(run) or {}).get("host") != socket.gethostname() and now.launcher != "slurm"
+    if not (force and elsewhere):
+        jobs.refuse_if_live(now, run)
+    before, spec = _changed_spec(run, changes)
+    done_at = (rundir.read_json(run.done) or {}).get("step", 0)
+    if done_at >= spec.training.max_steps:
+        raise RunDirError(
+            f"{run.name} is done at step {done_at} = training.max_steps\n"
+            f"  go on:  pithtrain resume {run.path} --set training.max_steps={2 * done_at}"
+        )
+    notes = [] if by is None and worker.seat(os.environ).world_size > 1 else check(spec, by or "local", force)
+    return [*notes, *_renew(run, before, spec)]
+
+
+def _changed_spec(run: RunDir, changes: Sequence[str]) -> tuple[RunSpec, RunSpec]:
+    """The run's spec before and after a resume's changes. Raises SpecError for what would make it another run."""
+    before, spec = load(run.spec_yaml), load(run.spec_yaml, changes)
+    fixed = [name for name in ("name", "output_dir", "model") if getattr(before, name) != getattr(spec, name)]
+    if fixed:
+        rule = "cannot change at a resume; start another run"
+        raise SpecError([Problem(name, ABSENT, rule) for name in fixed])
+    return before, spec
+
+
+def _renew(run: RunDir, before: RunSpec, spec: RunSpec) -> list[str]:
+    """Spec and code snapshot as they are now, and the differences."""
+    rundir.write_atomic(run.spec_yaml, spec.to_yaml())
+    files = rundir.renew_code(run)
+    changed = [*rundir.spec_difference(before.to_yaml(), spec.to_yaml()), *(f"code/pithtrain/{file}" for file in files)]
+    return [f"changed: {change}" for change in changed]
+
+
+def _change_waiting(run: RunDir, now: jobs.State, changes: Sequence[str]) -> list[str]:
+    """Change what Slurm can change of a job that waits or is held, release it, and let it start."""
+    assert now.job_id is not None, "Slurm has just spoken of it"
+    before, spec = _changed_spec(run, changes)
+    old, new = dict(before.slurm), dict(spec.slurm)
+    names = {
+        "exclude": "ExcNodeList",
+        "time": "TimeLimit",
+        "partition": "Partition",
+        "account": "Account",
+        "qos": "QOS",
+    }
+    changed = {key for key in new if old[key] != new[key]}
+    if stays := sorted(changed - names.keys() - {"max_requeues"}):
+        rule = f"cannot change while job {now.job_id} waits"
+        hint = f"pithtrain cancel {run.path}, then resume"
+        raise SpecError([Problem(f"slurm.{key}", new[key], rule, hint) for key in stays])
+    fields = {names[key]: new[key] if key != "time" else spec.slurm.time_minutes for key in changed & names.keys()}
+    if fields:
+        slurm.update(now.job_id, **{key: "" if value is None else str(value) for key, value in fields.items()})
+    lines = _renew(run, before, spec)
+    if now.word == "held":
+        slurm.release(now.job_id)
+    else:
+        # started within three seconds of its end, Slurm finds the job's old credential revoked and fails it for good
+        ended = (rundir.last_attempt(run) or {}).get("end") or 0
+        time.sleep(min(REQUEUE_SETTLES_S, max(0.0, REQUEUE_SETTLES_S - (time.time() - ended))))
+        slurm.update(now.job_id, StartTime="now")
+    return [*lines, f"{run.name}: job {now.job_id} was {now.word}, and starts as soon as Slurm has the nodes"]
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def grid(axes: Sequence[str]) -> list[dict[str, str]]:
+    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay.
+
+    Raises SpecError.
+    """
+    values: dict[str, list[str]] = {}
+    for axis in axes:
+        key, equals, text = axis.partition("=")
+        parts = [part.strip() for part in re.split(r",(?![^\[{(]*[\]})])", text)]
+        if not equals or not key or "" in parts:
+            raise SpecError([Problem("--grid", axis, "is not of the form a.b=v1,v2")], "sweep")
+        if key in values:
+            raise SpecError([Problem("--grid", axis, f"{key} is given twice")], "sweep")
+        values[key] = parts
+    return [dict(zip(values, point, strict=True)) for point in itertools.product(*values.values())]
+
+
+def grid_name(base: str, point: Mapping[str, str]) -> str:
+    """A run's name from its point: `tiny-lr-1e-3-seed-2`."""
+    parts = (f"{key.rpartition('.')[2]}-{re.sub(r'[^A-Za-z0-9._-]+', '_', value)}" for key, value in point.items())
+    return "-".join([base, *parts])
 
 
 # ---- in the foreground -----------------------------------------------------------------------------------------------
@@ -192,12 +383,12 @@ def foreground(run: RunDir, spec: RunSpec) -> None:
     Ctrl-C and SIGTERM ask the run to save and stop; a second Ctrl-C kills it. Raises RunFailed with the first cause and
     its exit code, StoppedEarly when the run saved its state before its last step.
     """
-    check(spec, "local")
+    rundir.require_own(run)
     attempt = claim_for_this_process(run)
     size = spec.world_size
     env = task_environment(run, spec, attempt) | {worker.PARENT: str(os.getpid())}
     # held back until there is a handler, here and in each worker, which inherits the mask: nobody dies unheard
-    signal.pthread_sigmask(signal.SIG_BLOCK, worker.STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watch.STOP_SIGNALS)
     tasks = [
         subprocess.Popen(
             [sys.executable, "-m", "pithtrain.worker", str(run.path)],
@@ -215,8 +406,8 @@ def foreground(run: RunDir, spec: RunSpec) -> None:
 def claim_for_this_process(run: RunDir) -> int:
     """Claim an attempt that this process runs itself or supervises."""
     attempt = rundir.claim_attempt(run)
-    job = {"job_id": str(os.getpid()), "launcher": "train", "attempt": attempt, "host": socket.gethostname()}
-    rundir.add_job(run, job | {"time": time.time()})
+    here = {"job_id": str(os.getpid()), "launcher": "train", "host": socket.gethostname(), "time": time.time()}
+    rundir.record_job(run, attempt, **here, parent=os.getppid())
     return attempt
 
 
@@ -236,7 +427,7 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
             task.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, worker.STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watch.STOP_SIGNALS)
     deadline = math.inf
     try:
         while None in (codes := [task.poll() for task in tasks]) and asked < 2 and time.monotonic() < deadline:
@@ -270,34 +461,9 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
     last = rundir.last_attempt(run) or {}
     if last.get("attempt") == attempt and last.get("end") is None:
         with contextlib.suppress(OSError):  # a full disk hides no cause
-            rundir.record_attempt(run, attempt, end=time.time(), ended="killed")
-    raise failure(run, attempt, exit_codes)
-
-
-def failure(run: RunDir, attempt: int, exit_codes: Sequence[int] = ()) -> PithtrainError:
-    """The first cause of a failed attempt as an error with the exit code of that cause.
-
-    Where every error is another rank's lost connection, the cause is a rank that wrote none: it was killed.
-    """
-    first = rundir.first_error(run, attempt)
-    if first is not None and not first["secondary"]:
-        error = RunFailed(f"{worker.describe_error(first)}\n  log:    {run.log(attempt, first['rank'])}")
-        error.exit_code = first["exit_code"]
-        return error
-    for rank, code in enumerate(exit_codes):
-        if code < 0:
-            name = signal.Signals(-code).name
-            why = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
-            return RunFailed(f"rank {rank} was killed by {name}{why}\n  log:    {run.log(attempt, rank)}")
-    if first is not None:
-        ranks = range(len(list(run.logs(attempt).glob("rank-*.log"))))
-        silent = [rank for rank in ranks if not run.error(attempt, rank).exists()]
-        if silent:
-            who, rank = f"rank {silent[0]} was killed: the others lost their connection to it", silent[0]
-        else:
-            who, rank = worker.describe_error(first), first["rank"]
-        return RunFailed(f"{who}\n  log:    {run.log(attempt, rank)}")
-    return RunFailed(f"attempt {attempt} ended without a word\n  logs:   {run.logs(attempt)}, {run.slurm}")
+            why = jobs.cause(run, attempt, exit_codes).line
+            rundir.record_attempt(run, attempt, end=time.time(), ended="killed", why=why)
+    raise jobs.failure(run, attempt, exit_codes)
 
 
 if __name__ == "__main__":

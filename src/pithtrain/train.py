@@ -1,7 +1,7 @@
 """The run and the step, in the order in which they happen. Read this first.
 
-    run     connect -> build -> resume -> loop -> save -> leave
-    loop    read a batch -> step -> log -> agree to stop -> save
+    run     connect -> preflight -> build -> resume -> loop -> save -> marker -> leave
+    loop    read a batch -> step -> log -> agree to stop or save -> save
     step    count the valid tokens of the global batch
             forwards and backwards (pipeline; gradients are reduced as their buckets fill)
             gradient norm over all ranks
@@ -10,13 +10,16 @@
 A step reads nothing back from the device but the row counts of each MoE layer where ep > 1 (`ops/dispatch`); the host
 looks at loss and norm when it logs or saves. Position is two numbers, steps
 and sequences, and everything random is a function of them and the seed.
+
+A request to stop or to save reaches any one rank at any moment, and all must act on it at the same step. So each step
+begins a small all-reduce of the flags on the CPU and reads its answer when it ends: no wait of its own, and the run
+acts on a request at the end of the step after the one that it arrived in, at the latest.
 """
 
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pithtrain import checkpoint
+from pithtrain import checkpoint, preflight
 from pithtrain.build import Engine, build, device_type
 from pithtrain.checkpoint import Position
 from pithtrain.data import Dataset
@@ -37,6 +40,7 @@ from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir, read_lines
 from pithtrain.spec import LrSchedulerSection, RunSpec
 from pithtrain.tape import Stats, new_stats
+from pithtrain.watch import Watch
 from pithtrain.world import Place, World, all_reduce_sum, connect
 
 BF16_PEAK_FLOPS = {"H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense, per device; MFU is quoted against it
@@ -59,19 +63,23 @@ class StepResult:
     skipped: Tensor
 
 
-def run(spec: RunSpec, run_dir: RunDir, place: Place, should_stop: Callable[[], bool]) -> Outcome:
-    """Train to `training.max_steps`, or until any rank's `should_stop` answers true; the state is saved either way.
+def run(spec: RunSpec, run_dir: RunDir, place: Place, watch: Watch) -> Outcome:
+    """Train to `training.max_steps`, or until any rank's `watch` is asked to stop; the state is saved either way.
 
-    Every rank of the run calls it. Raises PithtrainError with a readable cause; other exceptions are ours.
+    Every rank of the run calls it. The marker that says how it ended is written when it returns. Raises PithtrainError
+    with a readable cause; other exceptions are ours.
     """
     if spec.training.deterministic:
         torch.use_deterministic_algorithms(True)
         # we read nothing that was not written
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    watch.enter("init", 0)
     with connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
         events = Events(run_dir, spec, place.attempt) if world.rank == 0 else None
         try:
-            outcome = _run(spec, run_dir, world, events, place.attempt, should_stop)
+            outcome = _run(spec, run_dir, world, events, place.attempt, watch)
+            watch.ended(outcome.step, outcome.finished)
+            world.barrier()  # no rank leaves before the marker is there
         except BaseException as error:
             if events is not None:
                 events.close(exit_code=1)
@@ -80,26 +88,29 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, should_stop: Callable[[], 
                 raise CapacityError(f"rank {world.rank} is out of device memory ({error}); lower {knobs}") from error
             raise
         if events is not None:
-            events.close(exit_code=0)
+            cancelled = not outcome.finished and run_dir.stop.exists()
+            preempted = not outcome.finished and not cancelled
+            word = "cancelled" if cancelled else "preempted" if preempted else "done"
+            events.event(word, step=outcome.step, **({"reason": watch.reason} if watch.reason else {}))
+            events.close(exit_code=int(preempted), preempted=preempted)
         return outcome
 
 
-def _run(
-    spec: RunSpec,
-    run_dir: RunDir,
-    world: World,
-    events: Events | None,
-    attempt: int,
-    should_stop: Callable[[], bool],
-) -> Outcome:
+def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, attempt: int, watch: Watch) -> Outcome:
     training = spec.training
+    report = preflight.look(world)
+    if events is not None:
+        for kind, fields in preflight.judge(report, run_dir.name):
+            events.event(kind, **fields)
     dataset = None
     if world.pp == 0:  # has the embedding and the loss: no other rank needs a token
         dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
+    watch.enter("init", 0)
     engine = build(spec, world)
     about: dict[str, Any] = {"model": spec.model.model_dump(mode="json")}
     if dataset is not None:
         about["tokenizer"] = dataset.fingerprint
+    watch.enter("load", 0)
     position = _resume(spec, run_dir, engine, events, about)
     if dataset is not None:
         dataset.require(position.samples + (training.max_steps - position.step) * training.global_batch_size)
@@ -107,20 +118,27 @@ def _run(
         events.rewind(position.step)
         events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
 
-    def save(position: Position) -> None:
+    def save(position: Position, step_s: float, requested: bool = False) -> None:
+        watch.enter("save", position.step)
         begin = time.perf_counter()
         path = checkpoint.save(run_dir.checkpoints, engine.zero, world, position, about)
         stall = time.perf_counter() - begin
         meter.stall_s += stall
         meter.since += stall  # the step rate is that of steps; the stall has a key of its own
+        if requested:
+            watch.saved()
         if events is not None:
-            events.event("saved", step=position.step, path=str(path), seconds=round(stall, 3))
+            events.event("saved", step=position.step, path=str(path), seconds=round(stall, 3), requested=requested)
+            _warn_of_short_delay(spec, events, meter, stall, step_s)
 
     meter = _Meter(skips=torch.zeros(2, device=world.device))
+    stop, _ = world.any(watch.should_stop(), False)()  # asked while it started: nothing is lost, so nothing is saved
+    if not stop:
+        watch.enter("first_step", position.step)
     meter.restart()
-    saved, stop = position.step, False
+    saved = position.step
     while position.step < training.max_steps and not stop:
-        agreed = world.any(should_stop())
+        agreed = world.any(watch.should_stop(), watch.should_save())
         begin = time.perf_counter()
         batches = read_batches(dataset, spec, world, position.samples)
         meter.data_wait_s += time.perf_counter() - begin
@@ -131,29 +149,46 @@ def _run(
         position = Position(step, position.samples + training.global_batch_size)
         meter.stepped(step, result.skipped)
 
-        stop = agreed()
+        stop, requested = agreed()
         last = stop or step == training.max_steps
         log_due = last or step % spec.logging.interval == 0
-        save_due = last or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
+        save_due = last or requested or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
+        step_s = 0.0
         if log_due or save_due:
             count, first = meter.skips.tolist()
+            step_s = (time.perf_counter() - meter.since) / meter.steps
             if log_due or count:
                 line = _metrics(spec, world, attempt, meter, position, lr, result)
                 meter.restart()
                 if events is not None:
                     events.metrics(line)
             if count:
-                save(position)  # the updates of those steps were left out, so what stands is sound: lose none of it
+                save(position, step_s)  # the updates of those steps were left out, so what stands is sound: lose none
                 raise NotFiniteError(
                     f"the gradient norm was not finite at step {first:.0f}, and at {count:.0f} of the steps up to "
                     f"{step}; those updates were left out and step {step} is saved. guards.non_finite is "
                     f"{spec.guards.non_finite!r}: lower optimizer.lr or look at the data of that step, then resume"
                 )
+        watch.enter("step", step)
         if save_due:
-            save(position)
+            save(position, step_s, requested)
             saved = step
+            if not last:
+                watch.enter("step", step)
     engine.zero.wait_for_weights()
     return Outcome(saved, finished=position.step >= training.max_steps)
+
+
+def _warn_of_short_delay(spec: RunSpec, events: Events, meter: "_Meter", save_s: float, step_s: float) -> None:
+    """Once: the time limit may end the run before the save that its signal asks for is through."""
+    need, delay = 1.5 * save_s + 2 * step_s, spec.slurm.signal_delay_s
+    if spec.slurm.time is not None and delay < need and not meter.warned:
+        meter.warned = True
+        events.event(
+            "warning",
+            message=f"slurm.signal_delay_s = {delay} is shorter than 1.5 x a save of {save_s:.1f} s + 2 steps of "
+            f"{step_s:.1f} s: the time limit may end the run before it is saved; make it {math.ceil(need)} or more",
+        )
 
 
 def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: float) -> StepResult:
@@ -269,6 +304,7 @@ class _Meter:
     steps: int = 0
     data_wait_s: float = 0.0
     stall_s: float = 0.0
+    warned: bool = False  # of a signal that comes too late
 
     def restart(self) -> None:
         self.since, self.steps, self.data_wait_s, self.stall_s = time.perf_counter(), 0, 0.0, 0.0

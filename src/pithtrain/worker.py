@@ -15,11 +15,11 @@ without asking each other and no log is ever overwritten.
 
 What is promised here:
 
-1. Signals set a flag and nothing else (SIGTERM and SIGUSR2: save at the next step boundary and stop; SIGUSR1: dump all
-   stacks into the log). `train` agrees on the flag over all ranks.
+1. Signals set a flag and nothing else (SIGTERM, SIGUSR2, SIGINT: save at a step boundary and stop; SIGUSR1: dump all
+   stacks into the log). `train` agrees on the flag over all ranks. `held` keeps them back until there is a handler.
 2. An exception on one rank ends every process within seconds, under any launcher: the dying rank writes
-   errors/attempt-N/rank-R.json and leaves by `os._exit`, so that no hung collective or library thread can hold it; a
-   small thread in every other rank polls that folder, grants its own rank a few seconds to fail by itself, and leaves.
+   errors/attempt-N/rank-R.json and leaves by `os._exit`, so that no hung collective or library thread can hold it; in
+   every other rank `watch` sees the file and leaves too. A rank that hangs or is killed is found by `watch` as well.
 3. Each rank's output is in logs/attempt-N/rank-R.log, also what C libraries write; rank 0's Python output goes to the
    launcher's console as well.
 4. A launcher that dies counts as a signal to stop: the ranks save and end instead of living on as orphans.
@@ -29,15 +29,12 @@ This module imports torch only inside functions, after the thread counts are in 
 
 import contextlib
 import dataclasses
-import faulthandler
 import io
 import json
 import os
 import re
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -45,20 +42,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pithtrain import rundir
-from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError
+from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, Stalled
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
+from pithtrain.watch import Watch, end_attempt, standing
 
 if TYPE_CHECKING:
     from pithtrain.train import Outcome
     from pithtrain.world import Place
 
-POLL_S = 1.0  # how often a rank looks for another rank's error file
-GRACE_S = 5.0  # then the time it has to fail by itself, with a traceback of its own
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the kernel's ephemeral range, which starts at 32768
 GIVEN_DEVICES = "PITHTRAIN_CUDA_VISIBLE_DEVICES"  # carries CUDA_VISIBLE_DEVICES past submitit's local executor
 PARENT = "PITHTRAIN_PARENT"  # the pid of a launcher of ours: it may be dead before this process can ask
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 INTERACTIVE_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from here on
 
 # An error that another rank's death causes, in the words of gloo, NCCL and the stores
@@ -68,7 +63,7 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
-Train = Callable[[RunSpec, RunDir, "Place", Callable[[], bool]], "Outcome"]
+Train = Callable[[RunSpec, RunDir, "Place", Watch], "Outcome"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,23 +82,41 @@ class Seat:
 
 
 def seat(env: Mapping[str, str]) -> Seat:
-    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did."""
+    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did.
+
+    Raises SpecError for a variable that is no number.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
-        size = int(env["WORLD_SIZE"])
+        size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
         launcher = "torchrun" if "MASTER_ADDR" in env else "spawn"
-        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
-        restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
-        return Seat(launcher, int(env["RANK"]), size, int(env.get("LOCAL_RANK", env["RANK"])), local_size, restarts)
+        local_rank, local_size = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", size)
+        return Seat(launcher, rank, size, local_rank, local_size, _number(env, "TORCHELASTIC_RESTART_COUNT", 0))
     if env.get("SUBMITIT_EXECUTOR") == "local":
-        size = int(env["SUBMITIT_LOCAL_NTASKS"])
-        local_rank = int(env["SUBMITIT_LOCAL_LOCALID"])
-        return Seat("local", int(env["SUBMITIT_LOCAL_GLOBALID"]), size, local_rank, size, 0)
-    if "SLURM_PROCID" in env and 0 <= int(env.get("SLURM_STEP_ID", -1)) < INTERACTIVE_STEP:
-        size = int(env["SLURM_NTASKS"])
-        local_size = int(env.get("SLURM_NTASKS_PER_NODE") or size // int(env.get("SLURM_NNODES", 1)))
-        restarts = int(env.get("SLURM_RESTART_COUNT", 0))
-        return Seat("slurm", int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), max(1, local_size), restarts)
+        size, local_rank = _number(env, "SUBMITIT_LOCAL_NTASKS"), _number(env, "SUBMITIT_LOCAL_LOCALID")
+        return Seat("local", _number(env, "SUBMITIT_LOCAL_GLOBALID"), size, local_rank, size, 0)
+    if "SLURM_PROCID" in env and 0 <= _number(env, "SLURM_STEP_ID", -1) < INTERACTIVE_STEP:
+        size = _number(env, "SLURM_NTASKS")
+        local_size = _number(env, "SLURM_NTASKS_PER_NODE", size // _number(env, "SLURM_NNODES", 1))
+        local_rank, restarts = _number(env, "SLURM_LOCALID"), _number(env, "SLURM_RESTART_COUNT", 0)
+        return Seat("slurm", _number(env, "SLURM_PROCID"), size, local_rank, max(1, local_size), restarts)
     return Seat("alone", 0, 1, 0, 1, 0)
+
+
+def attempt_of(env: Mapping[str, str]) -> int:
+    """The number of this attempt: what the submitting side has claimed, and one more for each restart since."""
+    if "PITHTRAIN_ATTEMPT" not in env:
+        raise RunDirError("PITHTRAIN_ATTEMPT is not set: start a run with `pithtrain submit`, `train` or `resume`")
+    return _number(env, "PITHTRAIN_ATTEMPT") + seat(env).restarts
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    if not re.fullmatch(r"-?\d+", text):
+        hint = f"a launcher sets it; if none started this process: unset {name}"
+        raise SpecError([Problem(name, text, "is not a whole number", hint)], "environment")
+    return int(text)
 
 
 def init_method(env: Mapping[str, str], store: Path) -> str:
@@ -118,14 +131,10 @@ def init_method(env: Mapping[str, str], store: Path) -> str:
 
 
 def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
-    """The `Place` of this process: a pure function of `env`, but for the name of the run directory.
-
-    Raises KeyError where PITHTRAIN_ATTEMPT is missing: whoever submits has claimed the attempt.
-    """
+    """The `Place` of this process: a pure function of `env`, but for the name of the run directory."""
     from pithtrain.world import Place
 
-    here = seat(env)
-    attempt = int(env["PITHTRAIN_ATTEMPT"]) + here.restarts
+    here, attempt = seat(env), attempt_of(env)
     method = init_method(env, run.rendezvous(attempt))
     return Place(here.rank, here.world_size, here.local_rank, method, attempt)
 
@@ -174,49 +183,58 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
 # ---- once per task ---------------------------------------------------------------------------------------------------
 
 
-def entry(path: str) -> int:
-    """What submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec."""
-    return main(Path(path))
+def entry(path: str) -> None:
+    """What submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec.
+
+    Never returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file
+    over which the next attempt dies.
+    """
+    leave(Path(path))
+
+
+def leave(path: Path) -> None:
+    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it."""
+    try:
+        code = main(path)
+    except PithtrainError as error:  # the environment is wrong: there is no rank yet that could have a log
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(path: Path, train: Train | None = None) -> int:
     """Run this task of the run in `path`; `train` is `pithtrain.train.run` unless a test brings its own.
 
-    Returns 0 when the run finished, or stopped with its state saved. Does not return on failure: the process ends with
-    the error's exit code.
+    Returns 0 when the run finished, or stopped with its state saved; `train` has written the marker that says which.
+    Does not return on failure: the process ends with the error's exit code.
     """
-    flag = StopFlag()
-    flag.install()
-    if seat(os.environ).launcher == "local":  # submitit numbers the devices from 0, over whatever the user was given
+    run = RunDir(path.absolute())
+    here = seat(os.environ)
+    attempt = attempt_of(os.environ)
+    watch = Watch(run, attempt, here.rank, here.launcher, int(os.environ.get(PARENT, os.getppid())))
+    watch.install()
+    if here.launcher == "local":  # submitit numbers the devices from 0, over whatever the user was given
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if GIVEN_DEVICES in os.environ:
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop(GIVEN_DEVICES)
     os.environ.update(prepare_environment(os.environ))
-    run = RunDir(path.absolute())
-    here = seat(os.environ)
-    attempt = int(os.environ["PITHTRAIN_ATTEMPT"]) + here.restarts
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     run.errors(attempt).mkdir(parents=True, exist_ok=True)
     with redirected(run.log(attempt, here.rank), copy=here.rank == 0) as (log, console):
-        faulthandler.enable(log, all_threads=True)
-        faulthandler.register(signal.SIGUSR1, log, all_threads=True)
-        watcher = Watcher(run, attempt, here.rank, flag)
+        watch.log_to(log)
         try:
             spec = load(run.spec_yaml)
             _check_size(spec, here)
             if here.rank == 0:
                 _begin(run, attempt, here)
-            watcher.start()
-            outcome = (train or _train())(spec, run, place_from_environment(os.environ, run), flag.is_set)
-            watcher.finish()
-            if here.rank == 0:
-                _finish(run, attempt, outcome.step, outcome.finished, flag)
+            watch.start(spec)
+            (train or _train())(spec, run, place_from_environment(os.environ, run), watch)
+            watch.finish()
         except BaseException as error:
             # everything is caught, KeyboardInterrupt too: whatever ends this rank must end the others
-            _die(run, attempt, here, error, log, console)
-        finally:
-            faulthandler.disable()
-            faulthandler.unregister(signal.SIGUSR1)
+            _die(watch, here, error, log, console)
     return 0
 
 
@@ -251,46 +269,28 @@ def _begin(run: RunDir, attempt: int, here: Seat) -> None:
     )
 
 
-def _finish(run: RunDir, attempt: int, step: int, finished: bool, flag: "StopFlag") -> None:
-    """Rank 0, after all ranks have the last state saved: the marker that says how it ended."""
-    if finished:
-        rundir.mark(run.done, attempt, step=step)
-    elif run.stop.exists():  # asked for by `pithtrain cancel`: nobody starts it again
-        rundir.mark(run.stop, attempt, step=step)
-    else:
-        rundir.mark(run.requeue, attempt, step=step, reason=flag.reason)
-    _end_attempt(run, attempt, "done" if finished else "stopped", 0)
-
-
-def _end_attempt(run: RunDir, attempt: int, ended: str, exit_code: int) -> None:
-    steps = [row["step"] for row in rundir.read_lines(run.metrics) if row.get("attempt") == attempt]
-    first, last = (steps[0], steps[-1]) if steps else (None, None)
-    fields = {"end": time.time(), "ended": ended, "exit_code": exit_code, "first_step": first, "last_step": last}
-    rundir.record_attempt(run, attempt, **fields)
-
-
-def _die(run: RunDir, attempt: int, here: Seat, error: BaseException, log: TextIO, console: TextIO) -> None:
-    """Write what happened, say it in one line, leave at once. Never returns."""
+def _die(watch: Watch, here: Seat, error: BaseException, log: TextIO, console: TextIO) -> None:
+    """Write what happened, say it in one line, leave at once (`Watch.hold` says when not). Never returns."""
+    watch.end_alone()
     exit_code = error.exit_code if isinstance(error, PithtrainError) else 1
     try:
         message = str(error) or type(error).__name__
         secondary = not isinstance(error, PithtrainError) and LOST_PEER.search(message) is not None
-        report = {
-            "time": time.time(),
-            "rank": here.rank,
-            "host": socket.gethostname(),
-            "type": type(error).__name__,
-            "message": message,
-            "secondary": secondary,
-            "exit_code": exit_code,
-            "traceback": "".join(traceback.format_exception(error)),
-        }
+        stack = "".join(traceback.format_exception(error))
+        if secondary and watch.stood_still():  # woken up again, after the others had waited in vain and left
+            error = Stalled(f"{watch.stall_text(*standing())}; then: {message}")
+            message, secondary = str(error), False
+        report = watch.report(error, message, stack, secondary)
         if not secondary and here.launcher != "spawn":  # there the parent says it, once
-            print(f"error: {describe_error(report)}", file=console, flush=True)
-        rundir.write_atomic(run.error(attempt, here.rank), json.dumps(report, indent=2) + "\n")
+            print(f"error: {rundir.describe_error(report)}", file=console, flush=True)
+        rundir.write_last_words(
+            watch.run, watch.run.error(watch.attempt, here.rank), json.dumps(report, indent=2) + "\n"
+        )
         print(report["traceback"], file=log, flush=True)
         if here.rank == 0:
-            _end_attempt(run, attempt, "failed", exit_code)
+            end_attempt(watch.run, watch.attempt, "failed", exit_code)
+        if secondary:
+            watch.hold()
     except BaseException:
         # a full disk must not keep this process alive: the exit code still tells
         with contextlib.suppress(BaseException):
@@ -302,87 +302,7 @@ def _die(run: RunDir, attempt: int, here: Seat, error: BaseException, log: TextI
         os._exit(exit_code)
 
 
-def describe_error(report: Mapping[str, Any]) -> str:
-    """One readable cause from an error file: `rank 3: ValueError: ...`; our own errors need no class name."""
-    message: str = report["message"]
-    prefix = "" if report["exit_code"] != 1 or report["type"] in message else f"{report['type']}: "
-    return f"rank {report['rank']}: {prefix}{message}"
-
-
-# ---- signals, other ranks' deaths, output ----------------------------------------------------------------------------
-
-
-class StopFlag:
-    """Set by SIGTERM, SIGUSR2, `pithtrain cancel`'s STOP marker or the launcher's death; read at step boundaries."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back by a launcher of ours until now
-
-    def set(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
-    def is_set(self) -> bool:
-        return self.reason is not None
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.set(signal.Signals(number).name)
-
-
-class Watcher:
-    """A thread that looks every second for another rank's error file, a STOP marker and a dead launcher.
-
-    It holds no lock and calls nothing that can block but the file system, so it works while the main thread waits
-    inside a collective for ever.
-    """
-
-    def __init__(self, run: RunDir, attempt: int, rank: int, flag: StopFlag) -> None:
-        self.run, self.attempt, self.rank, self.flag = run, attempt, rank, flag
-        self.parent = int(os.environ.get(PARENT, os.getppid()))
-        self.finished = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
-
-    def start(self) -> None:
-        self.thread.start()
-
-    def finish(self) -> None:
-        self.finished.set()
-        self.thread.join()
-
-    def _watch(self) -> None:
-        while not self.finished.wait(POLL_S):
-            try:
-                failed = self._look()
-            except OSError:  # a network file system answers ESTALE or EIO now and then: look again
-                continue
-            # the main thread may be failing by itself right now: its own traceback is worth the wait
-            if failed and not self.finished.wait(GRACE_S):
-                self._leave()
-
-    def _look(self) -> bool:
-        """Set the flag if asked to stop; answer whether another rank of this attempt has failed."""
-        if os.getppid() != self.parent:
-            self.flag.set("the launcher died")
-        # rank 0 alone looks, and only at a stamp of this attempt: a stale marker must stop nobody
-        if self.rank == 0 and (rundir.read_json(self.run.stop) or {}).get("attempt", 0) >= self.attempt:
-            self.flag.set("cancelled")
-        return any(path.name != f"rank-{self.rank}.json" for path in self.run.errors(self.attempt).glob("rank-*.json"))
-
-    def _leave(self) -> None:
-        code = 1
-        with contextlib.suppress(Exception):
-            first = rundir.first_error(self.run, self.attempt)
-            code = first["exit_code"] if first else 1
-            # to the descriptor, which is the log: on the console the cause is said once
-            os.write(2, f"leaving because of {describe_error(first) if first else 'another rank'}\n".encode())
-            faulthandler.dump_traceback(2, all_threads=True)
-            if self.rank == 0:
-                _end_attempt(self.run, self.attempt, "failed", code)
-        os._exit(code)
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 class Tee(io.TextIOBase):
@@ -451,20 +371,19 @@ def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, An
         raise RunDirError(f"{rule}; unset RANK WORLD_SIZE LOCAL_RANK, or start through torchrun or srun")
     method = init_method(env, Path(os.devnull))
     store = next(rendezvous(method, here.rank, here.world_size))[0]
+    key = f"pithtrain/run-{here.restarts}"  # torchrun's store outlives a restart
     if here.rank == 0:
         try:
             answer: dict[str, Any] = {"value": make()}
         except PithtrainError as error:
-            store.set("pithtrain/run", json.dumps({"error": str(error), "exit_code": error.exit_code}))
+            store.set(key, json.dumps({"error": str(error), "exit_code": error.exit_code}))
             raise
-        store.set("pithtrain/run", json.dumps(answer))
-    answer = json.loads(store.get("pithtrain/run"))
+        store.set(key, json.dumps(answer))
+    answer = json.loads(store.get(key))
     if "error" in answer:
         raise SystemExit(answer["exit_code"])  # rank 0 has said why
     return answer["value"], store
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(code)  # all is saved and closed: no destructor of a library may hold the process now
+    leave(Path(sys.argv[1]))

@@ -14,14 +14,16 @@ A group of size 1 is None and its operations return their input. Every rank crea
 """
 
 import datetime
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from pithtrain.errors import CapacityError
 from pithtrain.spec import DistributedSection, Mesh
@@ -77,17 +79,17 @@ class World:
         """Global rank of the process at `pp_rank` in this rank's pipeline."""
         return self.mesh.rank(pp_rank, self.dp, self.cp, self.ep)
 
-    def any(self, flag: bool) -> Callable[[], bool]:
-        """Start agreeing on a flag; the returned function waits and answers whether any rank raised it."""
-        value = torch.tensor(int(flag), dtype=torch.int32)
+    def any(self, *flags: bool) -> Callable[[], list[bool]]:
+        """Start agreeing on flags, in one message; the returned function waits and answers which any rank raised."""
         if self.control_group is None:
-            return lambda: flag
+            return lambda: list(flags)
+        value = torch.tensor(flags, dtype=torch.int32)
         work = dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control_group, async_op=True)
 
-        def answer() -> bool:
+        def answer() -> list[bool]:
             if work is not None:
                 work.wait()
-            return bool(value.item())
+            return [bool(flag) for flag in value.tolist()]
 
         return answer
 
@@ -101,6 +103,14 @@ class World:
         if self.control_group is not None:
             dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
+
+    def to_rank_zero(self, value: T) -> list[T]:
+        """Every rank's value in rank order on rank 0, [] elsewhere; it must be picklable."""
+        if self.control_group is None:
+            return [value]
+        found: list[T | None] = [None] * self.mesh.size
+        dist.gather_object(value, found if self.rank == 0 else None, dst=0, group=self.control_group)
+        return cast(list[T], found) if self.rank == 0 else []
 
     def barrier(self) -> None:
         """Wait on the host for every rank."""
@@ -139,13 +149,14 @@ def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSec
         finally:
             dist.destroy_process_group()
         return
-    dist.init_process_group(
-        "gloo",
-        init_method=place.init_method,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=datetime.timedelta(seconds=timeouts.init_timeout_s),
-    )
+    limit = datetime.timedelta(seconds=timeouts.init_timeout_s)
+    store = next(rendezvous(place.init_method, place.rank, place.world_size, timeout=limit))[0]
+    store.set_timeout(limit)
+    # torchrun's store outlives the ranks: in it, a restart would find the addresses of those that are gone
+    store = dist.PrefixStore(f"attempt-{place.attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+    if device.type == "cuda":
+        _require_own_device(place, device)
     yield _world(place, mesh, device, timeouts)
     dist.destroy_process_group()  # not after an exception: a peer may be gone, and the process is about to end
 
@@ -162,6 +173,23 @@ def _device(place: Place, device_type: str) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _require_own_device(place: Place, device: torch.device) -> None:
+    """NCCL would say so in words of its own, or hang. Costs one small exchange."""
+    found: list[str | None] = [None] * place.world_size
+    dist.all_gather_object(found, f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}")
+    refuse_shared(found)
+
+
+def refuse_shared(devices: Sequence[str | None]) -> None:
+    """`devices`: a name for each rank's, which no other device has. Raises CapacityError where two ranks share one."""
+    for rank, device in enumerate(devices):
+        if device in devices[:rank]:
+            raise CapacityError(
+                f"ranks {devices.index(device)} and {rank} have the same GPU ({device}). Give each task its own "
+                "(slurm.gpus_per_node; no CUDA_VISIBLE_DEVICES in slurm.env), or train on fewer ranks."
+            )
 
 
 def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: DistributedSection) -> World:

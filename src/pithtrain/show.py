@@ -1,0 +1,155 @@
+"""What the commands print: tables and summaries for people, as text. Programs read `--json`, which never comes here."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pithtrain import rundir
+from pithtrain.jobs import State
+from pithtrain.rundir import RunDir
+from pithtrain.slurm import words
+from pithtrain.spec import RunSpec
+
+
+def console() -> Console:
+    """Standard output; a pipe has no width, and gets whole lines."""
+    return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+
+
+def me() -> str:
+    """How to call this program again: by its name, or by its path where no activated environment has it."""
+    path = Path(sys.argv[0])
+    if shutil.which("pithtrain") is not None or path.name != "pithtrain":
+        return "pithtrain"
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
+
+
+def states_table(states: Sequence[State]) -> Table:
+    """One line a run."""
+    table = Table(box=None, pad_edge=False)
+    columns = (
+        "run",
+        "state",
+        "nodes",
+        "step",
+        "loss",
+        "tokens/s",
+        "last step",
+        "time left",
+        "attempt",
+        "saved",
+        "job",
+        "",
+    )
+    for title in columns:
+        numeric = title in ("step", "loss", "tokens/s", "last step", "time left", "attempt", "saved")
+        table.add_column(title, justify="right" if numeric else "left", no_wrap=title != "")
+    for each in states:
+        table.add_row(
+            each.name,
+            each.word,
+            each.nodes or "",
+            "" if each.max_steps is None else f"{each.step or 0}/{each.max_steps}",
+            "" if each.loss is None else f"{each.loss:.4f}",
+            "" if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}",
+            "" if each.step_age_s is None else f"{words(each.step_age_s)} ago",
+            "" if each.time_left_s is None else words(each.time_left_s),
+            str(each.attempt),
+            "" if each.checkpoint is None else str(each.checkpoint),
+            "" if each.job_id is None else f"{each.launcher} {each.job_id}",
+            Text(each.why or ""),
+        )
+    return table
+
+
+def detail(run: RunDir, state: State) -> Iterable[Table | Text]:
+    """One run: its line, its attempts with how each ended, and the next commands."""
+    if state.word in ("failed", "lost", "damaged") and state.why:
+        yield Text(f"{state.word}: {state.why}\n")
+    yield states_table([state])
+    rows = rundir.read_lines(run.attempts)
+    if rows:
+        table = Table(box=None, pad_edge=False, title="\nattempts", title_justify="left")
+        for title in ("attempt", "job", "nodes", "began", "took", "steps", "ended", "why"):
+            table.add_column(title, no_wrap=title != "why")
+        for row in rows:
+            table.add_row(*_attempt_cells(row))
+        yield table
+    yield Text(f"\ndirectory  {run.path}" + "".join(f"\n{line}" for line in _wandb_line(run)))
+    commands = {"done": ["logs"], "failed": ["logs", "resume"], "lost": ["logs", "resume"]}
+    commands |= {"running": ["logs", "save", "cancel"], "pending": ["resume", "cancel"], "held": ["resume", "cancel"]}
+    for command in commands.get(state.word, ["logs", "cancel"] if state.alive else ["resume"]):
+        errors = " --err" if command == "logs" and state.word in ("failed", "lost") else ""
+        yield Text(f"{command:<9}  {me()} {command} {run.name if _found_by_name(run) else run.path}{errors}")
+
+
+def _attempt_cells(row: dict[str, Any]) -> list[Text]:
+    start, end = row.get("start"), row.get("end")
+    steps = f"{row['first_step']}-{row['last_step']}" if row.get("first_step") else ""
+    cells = (
+        str(row["attempt"]),
+        str(row.get("job_id") or ""),
+        str(row.get("nodes") or ""),
+        time.strftime("%m-%d %H:%M:%S", time.localtime(start)) if start else "",
+        words(end - start) if start and end else "",
+        steps,
+        f"{row.get('ended') or ''}{', requeued' if row.get('requeued') else ''}",
+        row.get("why") or "",
+    )
+    return [Text(cell) for cell in cells]
+
+
+def _found_by_name(run: RunDir) -> bool:
+    return (Path("runs") / run.name).absolute() == run.path
+
+
+def _wandb_line(run: RunDir) -> list[str]:
+    from pithtrain.spec import load
+
+    options = load(run.spec_yaml).logging.wandb
+    if options.mode == "disabled":
+        return []
+    if options.mode == "offline":
+        return [f"W&B        offline, in {run.path}/wandb"]
+    site = os.environ.get("WANDB_BASE_URL", "https://wandb.ai").rstrip("/")
+    run_id = run.wandb_id.read_text(encoding="utf-8").strip()
+    return [f"W&B        {site}/{options.entity or '<your entity>'}/{options.project}/runs/{run_id}"]
+
+
+def submitted(run: RunDir, spec: RunSpec, job: dict[str, Any], notes: Sequence[str] = ()) -> str:
+    """What `submit` says: the run, its job, its directory, W&B, and the next commands."""
+    where = f"Slurm job {job['job_id']}" if job["launcher"] == "slurm" else f"local processes of {job['job_id']}"
+    size = f"{spec.slurm.nodes} x {spec.slurm.gpus_per_node} ranks"
+    lines = [f"{run.name}: {where}, {size}, attempt {job['attempt']}", *(f"  note       {note}" for note in notes)]
+    lines += [f"  directory  {run.path}", *(f"  {line}" for line in _wandb_line(run))]
+    lines += [f"  {command:<9}  {me()} {command} {run.path}" for command in ("status", "logs", "cancel", "resume")]
+    return "\n".join(lines)
+
+
+def demo_summary(run: RunDir, seconds: float, final: float, mean_over: int) -> Table:
+    """The demo's table. `final`: the mean of the last `mean_over` losses."""
+    rows = rundir.read_lines(run.metrics)
+    speeds = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None)
+    table = Table(show_header=False, title=f"{run.name}: done")
+    for label, text in (
+        ("steps", f"{rows[-1]['step']} in {seconds:.0f} s"),
+        ("tokens", f"{rows[-1]['tokens_seen']:,}"),
+        ("first loss", f"{rows[0]['loss']:.4f}"),
+        (f"last loss, mean of {mean_over}", f"{final:.4f}"),
+        ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-"),
+        ("run directory", str(run.path)),
+        ("its log", f"{me()} logs {run.name}"),
+        ("go on with it", f"{me()} resume {run.name} --set training.max_steps={2 * rows[-1]['step']}"),
+        ("your own run", f"cp configs/tiny.yaml configs/mine.yaml; {me()} validate configs/mine.yaml"),
+    ):
+        table.add_row(label, text)
+    return table

@@ -1,0 +1,251 @@
+"""Each skill is run as an agent would run it, on real runs of two processes whose engine is a few lines of text.
+
+The package that is submitted is a copy of ours with that engine in it, put before ours on PYTHONPATH: a run's snapshot
+is taken from what was imported.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from fake_run import (
+    FINISHES,
+    HEAD,
+    TAIL,
+    WAITS_FOR_STOP,
+    WORLD,
+    is_waiting,
+    make_run,
+    spec_file,
+    start_workers,
+    wait_for,
+)
+from pithtrain import jobs, rundir
+from pithtrain.rundir import RunDir
+from test_submit import FAILS_ON_ONE
+
+ROOT = Path(__file__).parent.parent
+SUBMIT = "submit-and-monitor/scripts/submit_and_monitor.py"
+DIAGNOSE = "diagnose-failed-run/scripts/diagnose.py"
+
+
+def with_engine(folder: Path, train: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """An environment in which `import pithtrain` finds a copy whose engine is the source text `train`."""
+    package = folder / "with-engine" / "pithtrain"
+    shutil.copytree(ROOT / "src" / "pithtrain", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "world.py").write_text(WORLD)
+    (package / "train.py").write_text(HEAD + train + TAIL)
+    return {**base, "PYTHONPATH": str(package.parent)}
+
+
+def skill(
+    script: str, *arguments: str | Path, env: Mapping[str, str] | None = None, under: str = "skills"
+) -> list[str]:
+    """Run a skill's script; its lines. The last one is PASS or FAIL, and the exit code says the same."""
+    command = [str(ROOT / under / script), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    lines = done.stdout.splitlines()
+    assert lines, done.stderr
+    word = lines[-1].split("  ")[0]
+    assert (word, done.returncode) in (("PASS", 0), ("FAIL", 1)), (lines, done.stderr)
+    assert not done.stderr, done.stderr
+    return lines
+
+
+def only_run(folder: Path) -> RunDir:
+    [path] = (folder / "runs").iterdir()
+    return RunDir(path)
+
+
+# ---- submit-and-monitor ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_taken_from_its_config_to_its_end(tmp_path: Path) -> None:
+    """As an agent finds it, through the link in .claude; --name and --set reach the run."""
+    env = with_engine(tmp_path, FINISHES)
+    options = ["--name", "mine", "--set", "training.max_steps=6"]
+    lines = skill(SUBMIT, spec_file(tmp_path), *options, env=env, under=".claude/skills")
+    run = only_run(tmp_path)
+    assert lines[-1] == "PASS  done at step 6 of 6, loss 2.0000, attempt 1"
+    assert run.name == "mine"
+    assert any(line.startswith("parameters") for line in lines), "the plan"
+    assert f"run directory  {run.path}" in lines
+    assert skill(DIAGNOSE, run.path, env=env)[-1] == "PASS  done at step 6 of 6, attempt 1"
+
+
+def test_a_failed_run_ends_in_fail_and_the_other_skill_names_its_cause(tmp_path: Path) -> None:
+    env = with_engine(tmp_path, FAILS_ON_ONE)
+    lines = skill(SUBMIT, spec_file(tmp_path), env=env)
+    run = only_run(tmp_path)
+    assert lines[-1].startswith("FAIL  failed")
+    assert "rank 1: ValueError: the cause" in lines[-1]
+    # the command that the one skill ends with is the other
+    script, path = lines[-1].split("next: ")[1].split()
+    assert path == str(run.path)
+    lines = skill(os.path.relpath(script, ROOT / "skills"), path, env=env)
+    assert lines[-1].startswith("FAIL  failed at step ")
+    assert "cause     rank 1: ValueError: the cause" in lines
+    assert f"log       {run.log(1, 1)}" in lines
+    assert f"next      pithtrain resume {run.path}" in lines
+    assert sum(line.startswith("  1  on ") for line in lines) == 1, "one line for the one attempt"
+
+
+def test_a_wrong_spec_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    lines = skill(SUBMIT, spec_file(tmp_path), "--set", "training.max_steps=0")
+    assert lines[-1].startswith("FAIL  not started: `pithtrain validate` ended with 2")
+    assert any("training.max_steps = 0" in line for line in lines)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_that_exists_is_refused(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    lines = skill(SUBMIT, tmp_path / "fake.yaml")
+    assert lines[-1].startswith("FAIL  not started: `pithtrain submit` ended with 2")
+    assert str(run.path) in lines[-1]
+
+
+def test_a_run_that_outlasts_the_wait_goes_on(tmp_path: Path) -> None:
+    """Then it is watched, stopped and diagnosed; nothing of it is lost."""
+    env = with_engine(tmp_path, WAITS_FOR_STOP)
+    lines = skill(SUBMIT, spec_file(tmp_path), "--wait", "0", env=env)
+    run = only_run(tmp_path)
+    assert lines[-1].startswith("FAIL  running")
+    assert f"pithtrain status {run.path} --watch" in lines[-1]
+    wait_for(lambda: is_waiting(run, [0, 1]))
+    assert skill(DIAGNOSE, run.path, env=env)[-1].startswith("PASS  running")
+
+    # a heartbeat that is far beyond its limit, and nobody left who acts on it
+    beat = {"phase": "step", "step": 1, "time": time.time() - 5000, "attempt": 1}
+    rundir.write_atomic(run.heartbeat, json.dumps(beat))
+    last = skill(DIAGNOSE, run.path, env=env)[-1]
+    assert last.startswith("FAIL  running, and silent for 50")
+    assert f"pithtrain stacks {run.path}" in last
+
+    jobs.cancel(run)
+    wait_for(lambda: not jobs.state(run).alive)
+    lines = skill(DIAGNOSE, run.path, env=env)
+    assert lines[-1] == "PASS  stopped at step 1 of 4, attempt 1"
+    assert f"next      pithtrain resume {run.path}" in lines
+
+
+@pytest.mark.slow
+def test_a_run_on_a_real_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
+    env = with_engine(tmp_path, FINISHES, slurm)
+    two_nodes = [word for pair in ("nodes=2", "gpus_per_node=1", "mem=1G", "time=5", "signal_delay_s=60")
+                 for word in ("--set", f"slurm.{pair}")]  # fmt: skip
+    lines = skill(SUBMIT, spec_file(tmp_path), *two_nodes, env=env)
+    assert lines[-1] == "PASS  done at step 4 of 4, loss 4.0000, attempt 1"
+    run = only_run(tmp_path)
+    assert any("Slurm job" in line for line in lines)
+    assert skill(DIAGNOSE, run.path, env=env)[-1] == "PASS  done at step 4 of 4, attempt 1"
+
+
+# ---- diagnose-failed-run ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment without Slurm's commands, as on the machine to which a run directory was copied."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    (binaries / "python3").symlink_to(Path(sys.executable).resolve())
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    return clean | {"PATH": str(binaries)}
+
+
+def slurm_run(folder: Path, **attempt: object) -> RunDir:
+    """A run of a Slurm job that this machine cannot ask for, with one attempt."""
+    run, _ = make_run(folder, FINISHES)
+    assert rundir.claim_attempt(run) == 1
+    rundir.record_job(run, 1, job_id="7", launcher="slurm", host="login", time=time.time(), token="t-1", first=1)
+    rundir.record_attempt(run, 1, launcher="slurm", job_id="7", nodes="n[0-1]", start=time.time() - 60, **attempt)
+    return run
+
+
+def error(run: RunDir, name: str, **fields: object) -> None:
+    report = {"time": 1.0, "rank": 0, "host": "n1", "type": "ValueError", "message": "planted", "secondary": False}
+    report |= {"exit_code": 1, "retry": True, "traceback": ""}
+    run.errors(1).mkdir(parents=True, exist_ok=True)
+    (run.errors(1) / f"{name}.json").write_text(json.dumps(report | fields))
+
+
+ENDED = {"end": 1.0, "ended": "failed", "requeued": False, "first_step": 1, "last_step": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "advice"),
+    [
+        ("node-n1", {"rank": None, "type": "Preflight", "message": "node n1: 3 of 4 GPUs answer"}, "--exclude n1"),
+        ("rank-3", {"rank": 3, "type": "Stalled", "message": "on n1 the phase step has lasted 300 s"}, "--exclude n1"),
+        ("rank-0", {"type": "NotFiniteError", "message": "the loss was NaN"}, "--set optimizer.lr=0.0005"),
+        ("rank-0", {"exit_code": 2, "retry": False, "message": "data/x: there is no corpus"}, "--set A.B=C"),
+        ("rank-0", {"retry": False}, "--err"),
+        ("rank-0", {"secondary": True, "message": "Connection closed by peer"}, ""),
+    ],
+)
+def test_the_next_command_follows_from_the_cause(
+    name: str, fields: dict[str, object], advice: str, tmp_path: Path, no_slurm: dict[str, str]
+) -> None:
+    run = slurm_run(tmp_path, **ENDED)
+    error(run, name, **fields)
+    lines = skill(DIAGNOSE, run.path, env=no_slurm)
+    assert lines[-1].startswith("FAIL  failed")
+    [command] = [line for line in lines if line.startswith("next")]
+    assert str(run.path) in command
+    assert advice in command
+    if not advice:
+        assert command.endswith(f"pithtrain resume {run.path}")
+    if not fields.get("secondary"):
+        assert str(fields.get("message", "planted")) in lines[-1]
+
+
+def test_without_slurm_a_fresh_heartbeat_says_that_it_runs(tmp_path: Path, no_slurm: dict[str, str]) -> None:
+    run = slurm_run(tmp_path, end=None)
+    beat = {"phase": "step", "step": 3, "time": time.time(), "attempt": 1}
+    rundir.write_atomic(run.heartbeat, json.dumps(beat))
+    lines = skill(DIAGNOSE, run.path, env=no_slurm)
+    assert lines[-1] == "PASS  running at step 3 of 4, attempt 1"
+    assert any(line.startswith("Slurm cannot be asked") for line in lines)
+
+    rundir.write_atomic(run.heartbeat, json.dumps(beat | {"time": time.time() - 5000}))
+    lines = skill(DIAGNOSE, run.path, env=no_slurm)
+    assert lines[-1].startswith("FAIL  lost at step 3 of 4")
+    assert f"next      pithtrain resume {run.path}" in lines
+
+
+@pytest.mark.parametrize(("saved", "word"), [(3, "PASS"), (2, "FAIL")])
+def test_a_cancelled_run_passes_where_no_step_is_lost(
+    saved: int, word: str, tmp_path: Path, no_slurm: dict[str, str]
+) -> None:
+    run = slurm_run(tmp_path, end=1.0, ended="stopped", why=f"cancelled (scancel); saved at step {saved} on SIGTERM")
+    run.metrics.write_text('{"step": 3, "loss": 1.0, "attempt": 1}\n')
+    (run.checkpoints / f"step-{saved:08d}").mkdir(parents=True)
+    lines = skill(DIAGNOSE, run.path, env=no_slurm)
+    assert lines[-1].startswith(f"{word}  cancelled at step 3 of 4")
+    assert f"next      pithtrain resume {run.path}" in lines
+
+
+def test_a_rank_that_was_killed_is_the_cause(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, WAITS_FOR_STOP)
+    assert rundir.claim_attempt(run) == 1
+    tasks = start_workers(run, [0, 1])
+    wait_for(lambda: is_waiting(run, [0, 1]))
+    rundir.record_job(run, 1, job_id=str(tasks[0].pid), launcher="train", host=os.uname().nodename, time=time.time())
+    tasks[1].kill()
+    for task in tasks:
+        task.communicate(timeout=60)
+    assert "rank 1 was killed" in skill(DIAGNOSE, run.path)[-1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere"], ["one", "two"]])
+def test_what_is_no_run_directory_is_said(arguments: list[str], tmp_path: Path) -> None:
+    lines = skill(DIAGNOSE, *(tmp_path / word for word in arguments))
+    assert len(lines) == 1
+    assert "RUN_DIRECTORY" in lines[0] or "is not a run directory" in lines[0]
