@@ -10,11 +10,10 @@ at_least() { [ "$(field step)" != None ] && [ "$(field step)" -ge "$1" ]; }
 is() { [ "$(field word)" = "$1" ]; }
 
 [ -e data/stdlib/tokenizer.json ] || pithtrain build-stdlib --output data/stdlib
-own=${SLURM_CONF:-}
-if [ -z "$own" ]; then
+if [ -z "${SLURM_CONF:-}" ]; then
+    pithtrain cluster status | grep -q ^up || trap 'say pithtrain cluster down' EXIT  # one that was up stays up
     say pithtrain cluster up
     export SLURM_CONF=~/.pithtrain/cluster/slurm.conf
-    trap 'say pithtrain cluster down' EXIT
 fi
 export PATH="$PATH:/usr/sbin"
 name=demo-slurm-$(date +%H%M%S)

@@ -49,7 +49,7 @@ CAUSES = {
     "preempt": r"saved at step \d+ on SIG(TERM|USR2)|preempted",
     "timelimit": r"saved at step \d+ on SIGUSR2",
     "kill": r"rank {rank}\b.* was killed",
-    "hang": r"rank {rank}: Stalled|rank {rank} stopped answering",
+    "hang": r"rank {rank}: on \S+ the phase|rank {rank} stopped answering",
     "node": r"its job was killed: the node was lost|node lost|rank {rank} on n{rank} was killed",
     "disk": r"[Nn]o space left|cannot be written \(.* GiB free",
 }

@@ -27,20 +27,26 @@ PAPERS = [
 
 # what a run directory, a user's own folder or another machine holds
 ELSEWHERE = re.compile(
-    r"(\.venv|runs|logs|errors|checkpoints|slurm|wandb|data|notes|attempt-\w+|step-\w+|code|shared|proc|dev|tmp)/"
+    r"(\.venv|runs|logs|errors|checkpoints|wandb|data|notes|code|shared|slurm/NAME\.yaml)"
     r"|test_ROOM|(attempts|metrics|events)\.jsonl|(submit|plan|heartbeat|checkpoint|tokenizer|rank-\w+)\.json"
-    r"|spec\.yaml|slurm\.conf|gres\.conf|x\.yaml|NAME\.yaml|mine\.yaml|sinfo -"
+    r"|spec\.yaml|slurm\.conf|x\.yaml|configs/mine\.yaml"
 )
 PATH = re.compile(r"\.?[\w-]+(\.[\w-]+)*(/[\w.-]+)+/?|[\w-]+\.(py|md|ya?ml|toml|jsonl?)")
 
 
 def code(paper: Path) -> list[str]:
-    """The pieces of a paper that are no prose: words in backquotes, lines of indented and fenced blocks."""
+    """The pieces of a paper that are no prose: words in backquotes, lines of indented and fenced blocks.
+
+    Of a block with a prompt (`$ ...`) only what was typed; a block fenced as `text` is an output and names nothing.
+    """
     text = paper.read_text()
-    pieces = re.findall(r"^(?: {4}|\t)(.+)$", text, re.MULTILINE)
-    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        pieces += block.splitlines()
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```\w*\n.*?^```|^(?: {4}[^\n]+\n|\n(?= {4}))+", text, re.MULTILINE | re.DOTALL)
+    pieces: list[str] = []
+    for block in blocks:
+        lines = [] if block.startswith("```text") else [line.strip() for line in block.splitlines()]
+        typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        pieces += typed or [line for line in lines if not line.startswith("```")]
+        text = text.replace(block, "\n")
     return pieces + re.findall(r"`([^`\n]+)`", text)
 
 
@@ -97,7 +103,8 @@ def test_every_command_and_each_of_its_options_exists(paper: Path) -> None:
 
 @paper
 def test_every_make_target_exists(paper: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    heads = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = {target for head in heads for target in head.split()}
     for (target,) in named(r"(?:^|[ /`(])make ([a-z-]+)", paper):
         assert target in targets, f"{paper.name} names make {target}"
 

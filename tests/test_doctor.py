@@ -341,6 +341,7 @@ def test_what_lies_between_nodes() -> None:
     [
         ("RuntimeError: [enforce fail at gloo/transport] unable to resolve hostname", "GLOO_SOCKET_IFNAME"),
         ("DistNetworkError: The client socket has failed to connect to [n0]:15001", "MASTER_ADDR"),
+        ("DistBackendError: NCCL error in: ..., invalid usage", "NCCL_SOCKET_IFNAME"),
         ("CUDA error: unspecified launch failure", "--exclude n1"),
     ],
 )

@@ -298,7 +298,8 @@ def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Planted in the environment and in the remote of the checkout that is snapshot: in no file of the run directory,
     no log, no script, no comment."""
     planted = "hunter2-0123456789abcdef"
-    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "NCCL_SECRET_TOKEN", "MINE"):
         monkeypatch.setenv(name, planted)
     monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
     monkeypatch.setenv("GIT_CONFIG_KEY_0", "remote.origin.url")
@@ -314,3 +315,4 @@ def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert planted.encode() not in path.read_bytes(), path
         assert not path.stat().st_mode & 0o002, path
     assert os.environ["WANDB_API_KEY"] == planted
+    assert (rundir.read_json(run.submit_json) or {})["environment"]["NCCL_DEBUG"] == "WARN"

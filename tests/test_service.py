@@ -668,7 +668,9 @@ def test_matrix_20_the_disk_is_full(service: Service, straight: RunDir, small_di
     service.until_ended(run, "FAILED")
     status = service.status(run)
     assert status["attempt"] <= 2, "no retry loop: a second attempt finds the disk still full, and that is the end"
-    assert re.search(r"step-00000020 cannot be written .*No space left .*older checkpoints are intact", status["why"])
+    assert "No space left" in status["why"], service.picture(run)
+    [first] = [row for row in attempts(run) if row["attempt"] == 1]
+    assert re.search(r"step-00000020 cannot be written .*No space left .*older checkpoints are intact", first["why"])
     ballast.unlink()
     checkpoint.read(checkpoint.folder(run.checkpoints, EVERY))
     service.pithtrain("resume", run.path)

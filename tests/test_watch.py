@@ -420,7 +420,7 @@ def test_a_frozen_rank_is_the_silent_one(tmp_path: Path, device: str) -> None:
         assert one.wait(30) == 1
         assert error(run, 1)["type"] == "Stalled"
         line = jobs.cause(run, 1).line
-        assert "rank 1: Stalled: " in line
+        assert line.startswith("rank 1: on ")
         assert "this process stood still for" in line
     finally:
         one.kill()
@@ -436,7 +436,7 @@ def test_a_rank_that_hangs_in_the_engine_is_named_with_its_line(tmp_path: Path, 
     add(run, module, text.replace('raise ValueError("the cause")', "time.sleep(1000)"))
     assert [end[0] for end in ends(start_workers(run, [0, 1]), 90)] == [1, 1]
     line = jobs.cause(run, 1).line
-    assert "rank 1: Stalled: " in line
+    assert line.startswith("rank 1: on ")
     assert f"{module}.py:" in line
     assert error(run, 0)["secondary"]
 

@@ -445,7 +445,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"error: {run.path}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)  # `jobs.cause` finds it, if no file can be written
         return 1
 
 

@@ -120,6 +120,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print spec and sbatch script, touch nothing.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended, showing the loss.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Start a run through Slurm where it is configured, else as local processes in the background."""
     spec = _load(config, overrides, name)
@@ -128,7 +129,7 @@ def submit(
         print(spec.to_yaml(), end="")
         print(f"\n# ---- {run.slurm}/JOBID_submission.sh\n{starting.render(spec, run)}", end="")
         return
-    run = _submit(spec, force=force)
+    run = _submit(spec, force, as_json)
     if wait:
         _wait(run)
 
@@ -298,11 +299,12 @@ def _create(spec: RunSpec, run_dir: Path | None = None) -> RunDir:
     return rundir.create(path, spec.to_yaml(), make_plan(spec).to_dict(), sys.argv)
 
 
-def _submit(spec: RunSpec, force: bool = False) -> RunDir:
+def _submit(spec: RunSpec, force: bool = False, as_json: bool = False) -> RunDir:
     by = starting.launcher()
     notes = starting.check(spec, by, force)
     run = _create(spec)
-    print(show.submitted(run, spec, _start(run, spec, by), notes))
+    job = _start(run, spec, by)
+    print(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
     return run
 
 
@@ -449,13 +451,15 @@ def _wait(run: RunDir) -> None:
 @app.command(epilog=example("pithtrain doctor", "pithtrain doctor --nodes 4"))
 def doctor(
     nodes: Annotated[int | None, typer.Option(min=1, help="On so many nodes of the cluster, through srun.")] = None,
+    config: Annotated[Path | None, typer.Option(help="With --nodes: ask for them as this spec would.")] = None,
     output_dir: OutputDir = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """Check what a run needs of this machine, or of the cluster's nodes: OK, WARN or FAIL, with the mend."""
     from pithtrain import doctor as checking
 
-    checks = checking.check_host(output_dir) if nodes is None else checking.check_nodes(nodes, output_dir)
+    site = None if config is None else load(config).slurm
+    checks = checking.check_host(output_dir) if nodes is None else checking.check_nodes(nodes, output_dir, site)
     print(checking.as_json(checks) if as_json else checking.text(checks))
     if checking.failed(checks):
         raise SystemExit(1)

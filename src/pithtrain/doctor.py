@@ -419,9 +419,7 @@ def _slurm() -> Iterator[Check]:
         began = time.monotonic()
         config = parse_config(slurm.call("scontrol", "show", "config"))
         took = time.monotonic() - began
-        partitions = [
-            slurm.fields(line) for line in slurm.call("scontrol", "show", "partition", "--oneliner").splitlines()
-        ]
+        listed = slurm.call("scontrol", "show", "partition", "--oneliner")
     except SlurmError as error:
         yield Check("slurm", "FAIL", str(error).splitlines()[0], "`pithtrain cluster status`, `scontrol ping`")
         return
@@ -435,7 +433,7 @@ def _slurm() -> Iterator[Check]:
             yield Check("accounting", "OK", "sacct answers")
         except SlurmError as error:
             yield Check("accounting", "WARN", f"{str(error).splitlines()[0]}; {kept}", "`sacctmgr ping`")
-    yield from judge_limits(config, partitions)
+    yield from judge_limits(config, [slurm.fields(line) for line in listed.splitlines()])
 
 
 def parse_config(answer: str) -> dict[str, str]:
@@ -461,23 +459,12 @@ def judge_limits(config: Mapping[str, str], partitions: Sequence[Mapping[str, st
     wait = _seconds(config.get("KillWait", "30"))
     mend = "stop runs with `pithtrain cancel RUN`: it waits for the save"
     yield _judge("stopping", wait >= LEAST_STOP_S, f"KillWait: {wait} s from scancel to the kill", mend)
-    asked = "unless asked for, as our script does" if config.get("JobRequeue") == "0" else "by default"
-    allowed = "not allowed" if config.get("JobRequeue") == "0" else "allowed"
-    yield Check("requeue", "OK", f"{allowed} {asked}: a stopped run goes on under its job id")
+    yield Check("requeue", "OK", f"JobRequeue: {config.get('JobRequeue', '?')}; a run's script asks for it in any case")
     tracked = config.get("ProctrackType", "").removeprefix("proctrack/")
-    mend = "after a kill, `pgrep -u $USER python` on the node finds what was left behind"
-    yield _judge(
-        "tracking",
-        tracked != "pgid",
-        f"{tracked}: who leaves the process group {'is' if tracked == 'pgid' else 'is not'} lost sight of",
-        mend,
-    )
-    strict = config.get("EnforcePartLimits", "NO") != "NO"
-    yield Check(
-        "limits",
-        "OK",
-        f"EnforcePartLimits: too large a job {'is refused' if strict else 'pends for ever'}; `submit` looks first",
-    )
+    mend = "a process that left its group outlives a kill: `pgrep -u $USER python` on the node finds it"
+    yield _judge("tracking", tracked != "pgid", f"ProctrackType: {tracked}", mend)
+    strict = config.get("EnforcePartLimits", "NO")
+    yield Check("limits", "OK", f"EnforcePartLimits: {strict}; `submit` looks by itself for what can never start")
 
 
 def _preemption(config: Mapping[str, str], row: Mapping[str, str]) -> tuple[str, str]:
@@ -666,6 +653,8 @@ def _without(host: str) -> str:
 
 
 def _meeting_mend(host: str, found: str) -> str:
+    if "nccl" in found.lower():
+        return "slurm.env: NCCL_SOCKET_IFNAME (`ip -brief address` on a node), NCCL_IB_HCA (`ibv_devices`), with a `=`"
     if re.search(r"gloo|resolve|hostname", found, re.IGNORECASE):
         return "slurm.env: {GLOO_SOCKET_IFNAME: the interface between the nodes}, see `ip -brief address` on one"
     if re.search(r"listen|connect|address", found, re.IGNORECASE):

@@ -190,7 +190,7 @@ def _open_wandb(run: RunDir, spec: RunSpec, attempt: int) -> Any:
     options = spec.logging.wandb
     if options.mode == "online" and not wandb.login(prompt=False, verify=False, timeout=WANDB_TIMEOUT_S):
         raise RuntimeError("not logged in (`wandb login`, or logging.wandb.mode=offline)")
-    os.environ["WANDB_DIR"] = str(run.wandb_dir)
+    os.environ["WANDB_DIR"] = str(run.path)
     opened = wandb.init(
         project=options.project,
         entity=options.entity,
@@ -200,7 +200,7 @@ def _open_wandb(run: RunDir, spec: RunSpec, attempt: int) -> Any:
         id=run.wandb_id.read_text(encoding="utf-8").strip(),
         resume="allow",
         mode=options.mode,
-        dir=run.wandb_dir,
+        dir=run.path,
         config=spec.model_dump(mode="json") | {"attempt": attempt},
         allow_val_change=True,
         settings=wandb.Settings(init_timeout=WANDB_TIMEOUT_S, console="off", silent=True),

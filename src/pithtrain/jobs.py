@@ -64,6 +64,7 @@ class State:
     time_left_s: float | None = None
     checkpoint: int | None = None
     why: str | None = None
+    wandb: str | None = None
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -127,7 +128,19 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         time_left_s=known.time_left_s if known and alive else None,
         checkpoint=max(saved, default=None),
         why=why,
+        wandb=wandb_address(run, spec["logging"]["wandb"]),
     )
+
+
+def wandb_address(run: RunDir, options: Mapping[str, Any]) -> str | None:
+    """Where the run is seen on W&B, from the spec's `logging.wandb`; None where it is disabled."""
+    if options["mode"] == "disabled":
+        return None
+    if options["mode"] == "offline":
+        return f"offline, in {run.path}/wandb"
+    site = os.environ.get("WANDB_BASE_URL", "https://wandb.ai").rstrip("/")
+    run_id = run.wandb_id.read_text(encoding="utf-8").strip()
+    return f"{site}/{options['entity'] or '<your entity>'}/{options['project']}/runs/{run_id}"
 
 
 def reached(run: RunDir) -> int:
@@ -281,6 +294,8 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
         return Cause(line, run.log(attempt, silent[0]))
     if first is not None:
         return Cause(rundir.describe_error(first), run.log(attempt, first["rank"]))
+    if ours := re.findall(r"^error: (.+)$", text.rpartition(header(attempt))[2], re.MULTILINE):
+        return Cause(ours[-1], run.slurm)  # of the batch script, before there were ranks
     if said:
         host, ranks, what = said[0]
         return Cause(f"rank {ranks} on {host}: {what}, without a word", run.slurm)

@@ -52,44 +52,53 @@ import pithtrain
 from pithtrain import errors
 from pithtrain.errors import RunDirError
 
+# What of the environment is written down: by name, since anything else may be a secret
+CAPTURED = re.compile(
+    r"(NCCL|GLOO|UCX|FI|OMP|MKL|TORCH|PYTORCH|CUDA|CUDNN|NVIDIA)_(?!.*(KEY|TOKEN|SECRET|PASSWORD)).*"
+    r"|SLURM_CONF|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|LOADEDMODULES"
+)
 RESERVE_BYTES = 256 * 1024  # a traceback a rank
 ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
 
+class _At:
+    """A path below a run directory, as an attribute of `RunDir`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunDir", owner: type["RunDir"]) -> Path:
+        return run.path / self.name
+
+
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Every path of one run. Building it touches nothing; `path` need not exist."""
+    """The paths of one run; nothing here touches the disk."""
 
     path: Path
+
+    spec_yaml = _At("spec.yaml")
+    submit_json = _At("submit.json")
+    plan_json = _At("plan.json")
+    code = _At("code")  # the folder to put on PYTHONPATH: it holds `pithtrain/`
+    slurm = _At("slurm")
+    attempts = _At("attempts.jsonl")
+    latest_logs = _At("logs/latest")
+    metrics = _At("metrics.jsonl")
+    events = _At("events.jsonl")
+    heartbeat = _At("heartbeat.json")
+    checkpoints = _At("checkpoints")
+    wandb_id = _At("wandb.id")
+    done = _At("DONE")
+    stop = _At("STOP")
+    requeue = _At("REQUEUE")
+    save = _At("SAVE")
+    lock = _At(".lock")
+    reserve = _At(".reserve")  # room for last words on a full disk
 
     @property
     def name(self) -> str:
         return self.path.name
-
-    @property
-    def spec_yaml(self) -> Path:
-        return self.path / "spec.yaml"
-
-    @property
-    def submit_json(self) -> Path:
-        return self.path / "submit.json"
-
-    @property
-    def plan_json(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def code(self) -> Path:
-        """The folder to put on PYTHONPATH: it holds `pithtrain/`."""
-        return self.path / "code"
-
-    @property
-    def slurm(self) -> Path:
-        return self.path / "slurm"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts.jsonl"
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt}"
@@ -97,9 +106,8 @@ class RunDir:
     def log(self, attempt: int, rank: int) -> Path:
         return self.logs(attempt) / f"rank-{rank}.log"
 
-    @property
-    def latest_logs(self) -> Path:
-        return self.path / "logs" / "latest"
+    def pid(self, attempt: int, rank: int) -> Path:
+        return self.logs(attempt) / f"rank-{rank}.pid"
 
     def attempt_spec(self, attempt: int) -> Path:
         return self.logs(attempt) / "spec.yaml"
@@ -113,58 +121,6 @@ class RunDir:
 
     def error(self, attempt: int, rank: int) -> Path:
         return self.errors(attempt) / f"rank-{rank}.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def wandb_dir(self) -> Path:
-        """W&B's `dir`: it makes its own `wandb/` inside."""
-        return self.path
-
-    @property
-    def wandb_id(self) -> Path:
-        return self.path / "wandb.id"
-
-    @property
-    def done(self) -> Path:
-        return self.path / "DONE"
-
-    @property
-    def stop(self) -> Path:
-        return self.path / "STOP"
-
-    @property
-    def requeue(self) -> Path:
-        return self.path / "REQUEUE"
-
-    @property
-    def save(self) -> Path:
-        return self.path / "SAVE"
-
-    @property
-    def heartbeat(self) -> Path:
-        return self.path / "heartbeat.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def reserve(self) -> Path:
-        return self.path / ".reserve"
-
-    def pid(self, attempt: int, rank: int) -> Path:
-        return self.logs(attempt) / f"rank-{rank}.pid"
 
 
 # ---- files that are read while they change ---------------------------------------------------------------------------
@@ -292,6 +248,7 @@ def _fill(run: RunDir, spec_yaml: str, plan: dict[str, Any], command: list[str])
         "host": socket.gethostname(),
         "code": snapshot_code(run),
         "versions": _versions(),
+        "environment": {name: value for name, value in os.environ.items() if CAPTURED.fullmatch(name)},
         "jobs": [],
     }
     write_atomic(run.submit_json, json.dumps(about, indent=2) + "\n")

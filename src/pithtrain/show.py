@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pithtrain import rundir
-from pithtrain.jobs import State
+from pithtrain.jobs import State, wandb_address
 from pithtrain.rundir import RunDir
 from pithtrain.slurm import words
 from pithtrain.spec import RunSpec
@@ -84,12 +84,13 @@ def detail(run: RunDir, state: State) -> Iterable[Table | Text]:
         for row in rows:
             table.add_row(*_attempt_cells(row))
         yield table
-    yield Text(f"\ndirectory  {run.path}" + "".join(f"\n{line}" for line in _wandb_line(run)))
+    yield Text(f"\ndirectory  {run.path}" + (f"\nW&B        {state.wandb}" if state.wandb else ""))
     commands = {"done": ["logs"], "failed": ["logs", "resume"], "lost": ["logs", "resume"]}
     commands |= {"running": ["logs", "save", "cancel"], "pending": ["resume", "cancel"], "held": ["resume", "cancel"]}
+    name = run.name if (Path("runs") / run.name).absolute() == run.path else run.path
     for command in commands.get(state.word, ["logs", "cancel"] if state.alive else ["resume"]):
         errors = " --err" if command == "logs" and state.word in ("failed", "lost") else ""
-        yield Text(f"{command:<9}  {me()} {command} {run.name if _found_by_name(run) else run.path}{errors}")
+        yield Text(f"{command:<9}  {me()} {command} {name}{errors}")
 
 
 def _attempt_cells(row: dict[str, Any]) -> list[Text]:
@@ -108,29 +109,14 @@ def _attempt_cells(row: dict[str, Any]) -> list[Text]:
     return [Text(cell) for cell in cells]
 
 
-def _found_by_name(run: RunDir) -> bool:
-    return (Path("runs") / run.name).absolute() == run.path
-
-
-def _wandb_line(run: RunDir) -> list[str]:
-    from pithtrain.spec import load
-
-    options = load(run.spec_yaml).logging.wandb
-    if options.mode == "disabled":
-        return []
-    if options.mode == "offline":
-        return [f"W&B        offline, in {run.path}/wandb"]
-    site = os.environ.get("WANDB_BASE_URL", "https://wandb.ai").rstrip("/")
-    run_id = run.wandb_id.read_text(encoding="utf-8").strip()
-    return [f"W&B        {site}/{options.entity or '<your entity>'}/{options.project}/runs/{run_id}"]
-
-
 def submitted(run: RunDir, spec: RunSpec, job: dict[str, Any], notes: Sequence[str] = ()) -> str:
     """What `submit` says: the run, its job, its directory, W&B, and the next commands."""
     where = f"Slurm job {job['job_id']}" if job["launcher"] == "slurm" else f"local processes of {job['job_id']}"
     size = f"{spec.slurm.nodes} x {spec.slurm.gpus_per_node} ranks"
     lines = [f"{run.name}: {where}, {size}, attempt {job['attempt']}", *(f"  note       {note}" for note in notes)]
-    lines += [f"  directory  {run.path}", *(f"  {line}" for line in _wandb_line(run))]
+    lines.append(f"  directory  {run.path}")
+    if address := wandb_address(run, spec.model_dump(mode="json")["logging"]["wandb"]):
+        lines.append(f"  W&B        {address}")
     lines += [f"  {command:<9}  {me()} {command} {run.path}" for command in ("status", "logs", "cancel", "resume")]
     return "\n".join(lines)
 

@@ -132,13 +132,13 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
             _warn_of_short_delay(spec, events, meter, stall, step_s)
 
     meter = _Meter(skips=torch.zeros(2, device=world.device))
-    stop, _ = world.any(watch.should_stop(), False)()  # asked while it started: nothing is lost, so nothing is saved
+    stop, _ = world.max(watch.should_stop(), 0)()  # asked while it started: nothing is lost, so nothing is saved
     if not stop:
         watch.enter("first_step", position.step)
     meter.restart()
     saved = position.step
     while position.step < training.max_steps and not stop:
-        agreed = world.any(watch.should_stop(), watch.should_save())
+        agreed = world.max(watch.should_stop(), watch.should_save())
         begin = time.perf_counter()
         batches = read_batches(dataset, spec, world, position.samples)
         meter.data_wait_s += time.perf_counter() - begin
@@ -171,10 +171,11 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
                 )
         watch.enter("step", step)
         if save_due:
-            save(position, step_s, requested)
+            save(position, step_s, bool(requested))
             saved = step
             if not last:
                 watch.enter("step", step)
+    watch.agreed(stop)
     engine.zero.wait_for_weights()
     return Outcome(saved, finished=position.step >= training.max_steps)
 

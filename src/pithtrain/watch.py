@@ -59,6 +59,7 @@ LIMITS: dict[Phase, str] = {
     "save": "save_timeout_s",
     "validation": "step_timeout_s",
 }
+REASONS = ("SIGINT", "SIGUSR2", "SIGTERM", "the launcher died", "cancelled")
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 POLL_S = 1.0  # between two looks
 GRACE_S = 5.0  # from another rank's error to leaving: our own main thread may fail by itself, with a better traceback
@@ -189,8 +190,14 @@ class Watch:
                 names = ", ".join(number.name for number in sorted(STOP_SIGNALS))
                 print(f"signals: {names} save and stop at a step boundary, SIGUSR1 writes all stacks here", flush=True)
 
-    def should_stop(self) -> bool:
-        return self.reason is not None
+    def should_stop(self) -> int:
+        """0, or the number of the reason to stop, which all ranks agree on."""
+        return 0 if self.reason is None else REASONS.index(self.reason) + 1
+
+    def agreed(self, stop: int) -> None:
+        """All ranks stop for the reason of this number: another rank's, where this one was not asked."""
+        if stop:
+            self.stop(REASONS[stop - 1])
 
     def should_save(self) -> bool:
         return self._save_asked
@@ -217,8 +224,7 @@ class Watch:
         elif self.run.stop.exists():  # asked for by `pithtrain cancel`: nobody starts it again
             rundir.mark(self.run.stop, self.attempt, step=step)
         else:
-            reason = self.reason or "a request to another rank"
-            rundir.mark(self.run.requeue, self.attempt, step=step, reason=reason)
+            rundir.mark(self.run.requeue, self.attempt, step=step, reason=self.reason)
         end_attempt(self.run, self.attempt, "done" if finished else "stopped", 0)
 
     # ---- a bad end ---------------------------------------------------------------------------------------------------

@@ -79,17 +79,17 @@ class World:
         """Global rank of the process at `pp_rank` in this rank's pipeline."""
         return self.mesh.rank(pp_rank, self.dp, self.cp, self.ep)
 
-    def any(self, *flags: bool) -> Callable[[], list[bool]]:
-        """Start agreeing on flags, in one message; the returned function waits and answers which any rank raised."""
+    def max(self, *flags: int) -> Callable[[], list[int]]:
+        """Start agreeing on flags, in one message; the returned function waits for the highest of each."""
         if self.control_group is None:
             return lambda: list(flags)
         value = torch.tensor(flags, dtype=torch.int32)
         work = dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control_group, async_op=True)
 
-        def answer() -> list[bool]:
+        def answer() -> list[int]:
             if work is not None:
                 work.wait()
-            return [bool(flag) for flag in value.tolist()]
+            return value.tolist()
 
         return answer
 
@@ -114,7 +114,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait on the host for every rank."""
-        self.any(False)()
+        self.max(0)()
 
 
 def all_reduce_sum(value: Tensor, group: Group) -> Tensor:

@@ -61,7 +61,7 @@ def attempts(run: RunDir) -> list[dict[str, Any]]:
         took = f"{row['end'] - row['start']:.0f} s" if row.get("end") and row.get("start") else "no end"
         steps = f"steps {row['first_step']}-{row['last_step']}" if row.get("first_step") else "no step"
         ended = f"{row.get('ended') or 'not ended'}{', requeued' if row.get('requeued') else ''}"
-        line = f"  {row['attempt']}  on {row.get('nodes') or row.get('host')}, {took}, {steps}, {ended}"
+        line = f"  {row['attempt']}  on {row.get('nodes') or row.get('host') or 'no node'}, {took}, {steps}, {ended}"
         print(f"{line}: {row['why']}" if row.get("why") else line)
     return rows
 
@@ -103,7 +103,7 @@ def main() -> None:
         print(f"cause     {now.why}")
         if error is not None:
             print(f"where     {error['host']}, {error['type']}")
-        print(f"log       {found.log}")
+        print(f"log       {found.log if found.log.exists() else 'none'}")
     print("attempts")
     attempts(run)
     print(f"next      {next_command(run, now, error)}")
