@@ -143,7 +143,7 @@ def test_case_159_a_stop_while_it_starts_is_heard_at_the_next_boundary(
     assert outcomes == [Outcome(at, finished=False)] * 2
     marker = rundir.read_json(RunDir(tmp_path).requeue)
     assert marker is not None
-    assert (marker["step"], marker["reason"]) == (at, "a request to another rank")
+    assert (marker["step"], marker["reason"]) == (at, "SIGUSR2")
     assert len(lines(tmp_path)) == at
     assert len(list(RunDir(tmp_path).checkpoints.glob("step-*"))) == (at > 0)
     assert train(pool, spec, tmp_path) == Outcome(STEPS, finished=True)
