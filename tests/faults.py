@@ -18,6 +18,7 @@ It prints a line a fault and a table: attempts, steps lost (must be 0), steps tr
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -155,9 +156,9 @@ class Faults:
             time.sleep(self.rng.uniform(1, 5))
             cluster.up(self.folder / "slurm")
         elif kind == "disk":
-            free = shutil.disk_usage(self.run.path).free
-            with (self.run.path.parent / "ballast").open("wb") as file:
-                file.write(bytes(max(0, free - 4096)))
+            with contextlib.suppress(OSError), (self.run.path.parent / "ballast").open("wb") as file:
+                while True:  # until nothing goes in
+                    file.write(bytes(1 << 20))
 
     def mend(self, kind: str, attempt: int) -> None:
         if kind == "disk":
@@ -177,6 +178,8 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1000.0, help="no more faults after so long; the run goes on")
+    parser.add_argument("--straight", type=Path, help="an undisturbed run made before by this script, to compare with")
     parser.add_argument("--kinds", default=",".join(KINDS))
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -200,9 +203,11 @@ def main() -> None:
 def campaign(options: argparse.Namespace, folder: Path, env: dict[str, str], rng: random.Random) -> None:
     pithtrain = [sys.executable, "-m", "pithtrain.cli"]
     config = str(folder / "faults.yaml")
-    straight = RunDir(folder / "straight")
-    subprocess.run([*pithtrain, "train", config, "--run-dir", str(straight.path), "--set", "slurm.nodes=1", "--set",
-                    "slurm.gpus_per_node=2"], env=env, check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    straight = RunDir(options.straight or folder / "straight")
+    if options.straight is None:
+        here = ["--set", "slurm.nodes=1", "--set", "slurm.gpus_per_node=2"]
+        train = [*pithtrain, "train", config, "--run-dir", str(straight.path), *here]
+        subprocess.run(train, env=env, check=True, stdout=subprocess.DEVNULL)
     subprocess.run([*pithtrain, "submit", config], env=env, check=True)
     run = RunDir(folder / "runs" / "faults")
     faults = Faults(folder, run, env, rng)
@@ -210,6 +215,8 @@ def campaign(options: argparse.Namespace, folder: Path, env: dict[str, str], rng
     named: Counter[str] = Counter()
     best, began = 0, time.monotonic()
     for number in range(1, options.faults + 1):
+        if time.monotonic() - began > 60 * options.minutes:
+            break
         kinds = options.kinds.split(",")
         kind = rng.choices(kinds, [WEIGHTS[KINDS.index(each)] for each in kinds])[0]
         rank = rng.randrange(2)

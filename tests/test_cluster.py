@@ -126,7 +126,7 @@ def folders() -> Iterator[list[Path]]:
 
 
 def ask(folder: Path, command: str) -> str:
-    env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+    env = cluster.environment(folder)
     return subprocess.run(command, shell=True, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
 
 

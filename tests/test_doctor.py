@@ -294,7 +294,8 @@ def test_a_node_that_cannot_start_a_task_is_named() -> None:
     hosts = ["n0", "n1", "n10"]
     told = [line for line in reports(hosts) if line["doctor"] != "n1" and "met" not in line]
     told += [{"doctor": "n0", "error": "DistStoreError: 2/3 clients joined"}]
-    said = "slurmstepd: error: execve(): python: No such file\nsrun: error: n1: task 1: Exited with exit code 2\n"
+    said = "slurmstepd: error: execve(): python: No such file\nsrun: error: n10: task 2: Terminated\n"
+    said += "srun: error: n1: task 1: Exited with exit code 2\n"
     checks = by_name(doctor.judge_nodes(told, hosts, said))
     assert checks["n1"].found == "its task ended before it could tell: n1: task 1: Exited with exit code 2"
     assert "--exclude n1" in checks["n1"].mend

@@ -152,56 +152,6 @@ def test_a_real_import_of_the_rooms_without_torch_loads_none() -> None:
 # ---- the papers ------------------------------------------------------------------------------------------------------
 
 
-def words(paper: str) -> set[str]:
-    """What stands in backquotes or in an indented block, split at blanks."""
-    text = (ROOT / paper).read_text()
-    quoted = re.findall(r"`([^`]+)`", text) + re.findall(r"^ {4}(.+)$", text, re.MULTILINE)
-    return {word for part in quoted for word in re.split(r"[\s,()]+", part)}
-
-
-@pytest.mark.parametrize("paper", ["README.md", "AGENTS.md"])
-def test_every_path_that_is_named_exists(paper: str) -> None:
-    not_here = (
-        "test_ROOM",
-        "runs/",
-        "errors/",
-        "logs/",
-        "data/",
-        "notes/",
-        ".venv/",
-        "metrics.jsonl",
-        "attempts.jsonl",
-    )
-    for word in words(paper):
-        if re.fullmatch(r"[\w.-]+(/[\w.-]*)+|[\w-]+\.(py|md|yaml|toml)", word) and not word.startswith(not_here):
-            places = [ROOT / word, PACKAGE / word, ROOT / "tests" / word]
-            assert any(place.exists() for place in places), f"{paper} names {word}"
-
-
-@pytest.mark.parametrize("paper", ["README.md", "AGENTS.md"])
-def test_every_command_and_target_that_is_named_exists(paper: str) -> None:
-    text = (ROOT / paper).read_text()
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"make ([a-z-]+)", text):
-        assert target in targets, f"{paper} names make {target}"
-    commands = set(re.findall(r'^@app\.command\((?:name="([\w-]+)")?.*\ndef (\w+)', cli(), re.MULTILINE))
-    known = {name or function for name, function in commands}
-    for command in re.findall(r"(?:\.venv/bin/|`)pithtrain ([a-z-]+)", text):
-        assert command in known, f"{paper} names pithtrain {command}"
-
-
-def cli() -> str:
-    return (PACKAGE / "cli.py").read_text()
-
-
-@pytest.mark.parametrize("paper", ["README.md", "AGENTS.md"])
-def test_every_test_that_is_named_exists(paper: str) -> None:
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    for name in re.findall(r"\btest_\w+(?:\.\.\.)?", (ROOT / paper).read_text()):
-        if not (ROOT / "tests" / f"{name}.py").exists() and name != "test_ROOM":
-            assert f"def {name.removesuffix('...')}" in tests, f"{paper} names {name}"
-
-
 def test_the_map_names_every_module() -> None:
     text = (ROOT / "README.md").read_text()
     for module in MODULES:

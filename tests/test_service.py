@@ -400,10 +400,12 @@ def test_matrix_09_scancel(service: Service, straight: RunDir) -> None:
     status = service.status(run)
     assert status["word"] == "cancelled"
     assert status["checkpoint"] >= AT
+    rundir.mark(run.requeue, 1, step=AT, reason="stale")
     service.pithtrain("resume", run.path)
     service.until_done(run)
     same(run, straight)
     assert resumed_at(run) == [status["checkpoint"]]
+    assert not run.requeue.exists()
 
 
 def test_matrix_10_preempted_with_a_save_longer_than_the_grace(service: Service, straight: RunDir) -> None:
@@ -498,7 +500,7 @@ def test_matrix_13_slurmctld_away(service: Service, straight: RunDir) -> None:
     assert cluster.up(service.cluster)
     answer = json.loads(asking.communicate(timeout=60)[0])[0]
     assert asking.returncode == 0
-    assert answer["word"] in ("running", "completing", "done")
+    assert answer["alive"] or answer["word"] == "done", answer
     service.until_done(run)
     same(run, straight)
     assert ends(run) == [("done", False)]
@@ -701,8 +703,8 @@ def test_matrix_21_from_inside_another_job(service: Service) -> None:
 
     def script(run: RunDir) -> str:
         [path] = run.slurm.glob("*_submission.sh")
-        text = path.read_text().replace(str(run.path), "RUN").replace(f"--job-name={run.name}", "--job-name=NAME")
-        return re.sub(r"\b[0-9a-f]{10}-1\b", "TOKEN", text)
+        text = path.read_text().replace((rundir.last_job(run) or {})["token"], "TOKEN")
+        return text.replace(str(run.path), "RUN").replace(f"--job-name={run.name}", "--job-name=NAME")
 
     def environment(run: RunDir, rank: int) -> dict[str, str]:
         seen = rundir.read_json(run.path / f"environ-{rank}.json") or {}
