@@ -41,6 +41,7 @@ from pithtrain.checkpoint import folder as checkpoint_folder
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 from test_data import make
+from test_service import AT_STEPS, SITE
 from test_train import trained
 
 KINDS = ("signal", "preempt", "timelimit", "kill", "hang", "node", "controller", "disk")
@@ -66,8 +67,8 @@ moe: {{load_balance_type: aux_loss, aux_loss_coef: 0.01}}
 data: {{sources: [{{path: {folder}/corpus/tokens}}], repeat: true}}
 checkpoint: {{interval: 2}}
 distributed: {{init_timeout_s: 60, train_timeout_s: 60, step_timeout_s: 10, save_timeout_s: 12}}
-slurm: {{nodes: 2, gpus_per_node: 1, cpus_per_task: 1, mem: 2G, partition: train, time: 60, signal_delay_s: 20,
-  max_requeues: {budget}}}
+slurm: {{nodes: 2, gpus_per_node: 1, cpus_per_task: 1, mem: 2G, partition: train, time: 60, signal_delay_s: 50,
+  setup: [export PYTHONPATH={folder}/pace], max_requeues: {budget}}}
 """
 
 
@@ -190,6 +191,9 @@ def main() -> None:
     make(folder / "corpus", documents, MODEL["vocab_size"])
     text = SPEC.format(folder=folder, model=json.dumps(MODEL), steps=options.steps, budget=2 * options.faults)
     (folder / "faults.yaml").write_text(text)
+    (folder / "pace").mkdir()  # steps of a fraction of a second leave room for many faults
+    (folder / "pace" / "sitecustomize.py").write_text(SITE)
+    (folder / "pace" / "train.after.py").write_text(AT_STEPS.replace("PACE_S = 0.1", "PACE_S = 0.4"))
     cluster.up(folder / "slurm")
     env = cluster.environment(folder / "slurm")
     try:

@@ -276,9 +276,9 @@ def test_a_bad_node_is_named_with_the_command_that_helps(
     run, _ = make_run(tmp_path, FINISHES)
     in_job(monkeypatch, tmp_path, show_job())
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    rundir.write_atomic(run.plan_json, json.dumps({"parameters": 10**15}))
     rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
     run.errors(1).mkdir(parents=True)
+    monkeypatch.setattr(batch, "node_problems", lambda run, spec: ["3 of 4 GPUs answer"])
     assert batch.node(run, 0.0) == 1
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 1\n")
     assert batch.before(run) == 1
@@ -287,6 +287,19 @@ def test_a_bad_node_is_named_with_the_command_that_helps(
     why = rundir.read_lines(run.attempts)[0]["why"]
     assert why.startswith("node n1: ")
     assert f"pithtrain resume {run.path} --exclude n1" in why
+
+
+def test_no_room_for_one_checkpoint_is_said_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    in_job(monkeypatch, tmp_path, show_job())
+    rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
+    rundir.write_atomic(run.plan_json, json.dumps({"parameters": 10**15}))
+    assert batch.before(run) == 1
+    assert batch.after(run, 1) == 1
+    assert "srun" not in fake_slurm.called(tmp_path)
+    assert rundir.read_lines(run.attempts)[0]["why"].startswith("No space left on device: ")
 
 
 def test_a_look_that_fails_without_a_word_is_taken_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

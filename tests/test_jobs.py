@@ -108,12 +108,14 @@ def test_a_damaged_run_and_a_silent_controller_do_not_end_the_listing(
     bad.spec_yaml.write_text("training: 3\n")
     finished = on_slurm(tmp_path, "finished")
     rundir.mark(finished.done, 1, step=4)
-    words = {each.name: each for each in jobs.states([good, bad, other, finished])}
+    fell = on_slurm(tmp_path, "fell")
+    rundir.record_attempt(fell, 1, end=1.0, ended="failed", why="it fell", requeued=False)
+    words = {each.name: each for each in jobs.states([good, bad, other, finished, fell])}
     assert words["good"].word == "unknown"
     assert "Slurm does not answer" in (words["good"].why or "")
     assert words["bad"].word == "damaged"
     assert words["other"].word == "not started"
-    assert words["finished"].word == "done"
+    assert (words["finished"].word, words["fell"].word) == ("done", "failed")
     assert fake_slurm.called(tmp_path).count("squeue") == 4  # one question, tried four times, for all runs
     with pytest.raises(SlurmError):
         jobs.state(good)

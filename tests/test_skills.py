@@ -186,6 +186,7 @@ ENDED = {"end": 1.0, "ended": "failed", "requeued": False, "first_step": 1, "las
         ("rank-3", {"rank": 3, "type": "Stalled", "message": "on n1 the phase step has lasted 300 s"}, "--exclude n1"),
         ("rank-0", {"type": "NotFiniteError", "message": "the loss was NaN"}, "--set optimizer.lr=0.0005"),
         ("rank-0", {"exit_code": 2, "retry": False, "message": "data/x: there is no corpus"}, "--set A.B=C"),
+        ("node-n0", {"rank": None, "message": "node n0: runs/x has 0.1 GiB left"}, "df -h"),
         ("rank-0", {"retry": False}, "--err"),
         ("rank-0", {"secondary": True, "message": "Connection closed by peer"}, ""),
     ],
@@ -220,15 +221,20 @@ def test_without_slurm_a_fresh_heartbeat_says_that_it_runs(tmp_path: Path, no_sl
     assert f"next      pithtrain resume {run.path}" in lines
 
 
-@pytest.mark.parametrize(("saved", "word"), [(3, "PASS"), (2, "FAIL")])
-def test_a_cancelled_run_passes_where_no_step_is_lost(
-    saved: int, word: str, tmp_path: Path, no_slurm: dict[str, str]
+@pytest.mark.parametrize(
+    ("ended", "saved", "last"),
+    [("stopped", 3, "PASS  stopped"), ("cancelled", 3, "PASS  cancelled"), ("cancelled", 2, "FAIL  cancelled")],
+)
+def test_a_run_that_scancel_ended_passes_where_no_step_is_lost(
+    ended: str, saved: int, last: str, tmp_path: Path, no_slurm: dict[str, str]
 ) -> None:
-    run = slurm_run(tmp_path, end=1.0, ended="stopped", why=f"cancelled (scancel); saved at step {saved} on SIGTERM")
+    run = slurm_run(tmp_path, end=1.0, ended=ended, why="cancelled (scancel)")
     run.metrics.write_text('{"step": 3, "loss": 1.0, "attempt": 1}\n')
     (run.checkpoints / f"step-{saved:08d}").mkdir(parents=True)
+    if ended == "stopped":
+        rundir.mark(run.requeue, 1, step=saved, reason="SIGTERM")
     lines = skill(DIAGNOSE, run.path, env=no_slurm)
-    assert lines[-1].startswith(f"{word}  cancelled at step 3 of 4")
+    assert lines[-1].startswith(f"{last} at step 3 of 4")
     assert f"next      pithtrain resume {run.path}" in lines
 
 

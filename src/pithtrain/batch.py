@@ -84,6 +84,14 @@ def before(run: RunDir) -> int:
     rundir.record_attempt(run, attempt, launcher="slurm", job_id=job_id, nodes=nodes, start=time.time(), end=None)
     if idle_attempts(run, attempt) >= MAX_IDLE:
         return 1
+    # one checkpoint: masters and two moments of every parameter in fp32
+    need = 12 * int((rundir.read_json(run.plan_json) or {}).get("parameters", 0))
+    free = shutil.disk_usage(run.path).free
+    if free < need:
+        room = f"{free / 2**20:,.0f} MiB left, and one checkpoint takes {need / 2**20:,.0f}"
+        message = f"No space left on device: {run.path} has {room}; make room, then:  pithtrain resume {run.path}"
+        write_error(run, attempt, socket.gethostname(), message, retry=False)
+        return 1
     problem = look_at_nodes(run, spec, nodes)
     if problem is not None and rundir.first_error(run, attempt) is None:
         problem = look_at_nodes(run, spec, nodes)  # a controller that is restarted, a slow node: once more
@@ -170,11 +178,6 @@ def node_problems(run: RunDir, spec: RunSpec) -> list[str]:
         probe.unlink()
     except OSError as error:
         found.append(f"{run.path} cannot be written to ({error.strerror})")
-    # one checkpoint: masters and two moments of every parameter in fp32
-    need = 12 * int((rundir.read_json(run.plan_json) or {}).get("parameters", 0))
-    free = shutil.disk_usage(run.path).free
-    if free < need:
-        found.append(f"{run.path} has {free / 2**30:.1f} GiB left, and one checkpoint takes {need / 2**30:.1f}")
     smi = shutil.which("nvidia-smi")
     if spec.training.device == "cuda" and smi is None:
         found.append("there is no nvidia-smi: no driver is installed")

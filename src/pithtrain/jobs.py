@@ -102,8 +102,8 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
     row = (rundir.read_lines_from(run.metrics, -TAIL_BYTES)[0] or [{}])[-1]
     beat = rundir.read_json(run.heartbeat) or {}
     alive, word, why = _alive(run, job, known, last, beat)
-    done = bool(rundir.stamp(run.done, attempt))
-    if unknown and job.get("launcher") == "slurm" and not done:
+    final = rundir.stamp(run.done, attempt) or (last.get("end") and last.get("requeued") is False)
+    if unknown and job.get("launcher") == "slurm" and not final:
         word, why = "unknown", unknown
     elif not alive:
         word, why = _ended(run, job, known, attempt, last)

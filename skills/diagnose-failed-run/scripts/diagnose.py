@@ -73,6 +73,8 @@ def next_command(run: RunDir, now: jobs.State, error: dict[str, Any] | None) -> 
     if now.word == "done":
         return f"{resume} --set training.max_steps={2 * (now.max_steps or 1)}"
     if error is not None:
+        if any(words in error["message"] for words in ("GiB left", "cannot be written", "No space left")):
+            return f"df -h {run.path}; make room, then {resume}"
         if error["rank"] is None or error["type"] == "Stalled":  # a node that cannot work, a rank that hung there
             return f"{resume} --exclude {error['host']}"
         if error["type"] == "NotFiniteError":
