@@ -143,6 +143,32 @@ def test_a_saved_run_goes_on_though_nothing_else_can_be_read(tmp_path: Path, mon
     run.spec_yaml.write_text(text)
 
 
+def test_a_saved_run_goes_on_though_its_papers_cannot_be_read_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    in_job(monkeypatch, tmp_path, show_job())
+    rundir.mark(run.requeue, 1, step=3, reason="SIGUSR2")
+    run.submit_json.write_text("{")
+    monkeypatch.setattr(batch, "KILLED_S", 0)
+    batch.after(run, 1)
+    assert "scontrol requeue 7" in fake_slurm.called(tmp_path)
+
+
+def test_a_cancel_on_the_way_to_a_requeue_is_found_by_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    in_job(monkeypatch, tmp_path, show_job(), restarts=1)
+    rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
+    rundir.record_attempt(run, 1, job_id="7", end=1.0, ended="stopped", why="saved at step 3; restarts", requeued=True)
+    rundir.mark(run.stop, 1)
+    with pytest.raises(SystemExit):
+        batch.before(run)
+    row = rundir.read_lines(run.attempts)[0]
+    assert (row["requeued"], row["why"]) == (False, "saved at step 3; restarts; cancelled before it did")
+
+
 def test_attempts_that_gain_nothing_are_counted(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES)
     for attempt, reached in ((1, 3), (2, 5), (3, 5), (4, 4)):

@@ -174,6 +174,49 @@ def test_cancel_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert jobs.cancel(run) == "fake does not run: it is cancelled"
 
 
+def test_a_second_cancel_keeps_what_the_first_one_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = on_slurm(tmp_path)
+    fake_slurm.install(tmp_path, monkeypatch, squeue=f'printf "{queue_row("7", "RUNNING")}\\n"')
+    rundir.mark(run.stop, 1, step=31)
+    assert jobs.cancel(run) == "fake has saved step 31 and is ending"
+    assert (rundir.read_json(run.stop) or {})["step"] == 31
+
+
+def test_cancel_reaches_a_run_through_its_marker_where_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    run = on_slurm(tmp_path)
+    fake_slurm.install(tmp_path, monkeypatch, squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SlurmError):  # nothing has begun that could read a marker
+        jobs.cancel(run)
+    rundir.record_attempt(run, 1, start=1.0, end=None)
+    assert "was asked by its marker" in jobs.cancel(run)
+    assert (rundir.read_json(run.stop) or {})["attempt"] == 1
+
+
+def test_a_number_that_came_again_is_not_our_job(tmp_path: Path) -> None:
+    run = on_slurm(tmp_path, name="mine")
+    assert jobs.state(run, queue("RUNNING", comment="pithtrain other")).word == "lost"  # the row's name is fake
+    assert jobs.state(run, queue("RUNNING", comment="pithtrain t1 step=3")).word == "running"
+
+
+def test_damaged_papers_of_a_living_run_start_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = on_slurm(tmp_path)
+    fake_slurm.install(tmp_path, monkeypatch, squeue=f'printf "{queue_row("7", "RUNNING")}\\n"')
+    spec, submitted = run.spec_yaml.read_text(), run.submit_json.read_text()
+    run.spec_yaml.write_text("torn: [")
+    assert "saves at its next step" in jobs.cancel(run)
+    run.spec_yaml.write_text(spec)
+    run.submit_json.write_text(submitted[:200])
+    assert jobs.states([run])[0].word == "damaged"
+    done = pithtrain("resume", run.path, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "submit.json is damaged" in done.stderr
+    run.heartbeat.write_bytes(b"\xff\xfe")
+    assert jobs.reached(run) == 0
+
+
 def test_save_and_stacks_ask_a_running_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = on_slurm(tmp_path)
     fake_slurm.install(tmp_path, monkeypatch, squeue=f"cat {tmp_path}/row")
@@ -239,7 +282,7 @@ def test_a_sweep_submits_a_run_for_each_point_into_lanes(tmp_path: Path, monkeyp
         f'[ "$1" = --test-only ] && exit 0; echo x >> {tmp_path}/n; echo "Submitted batch job $(wc -l < {tmp_path}/n)"'
     )
     fake_slurm.install(tmp_path, monkeypatch, sbatch=count)
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
     grid = ["--grid", "optimizer.lr=1e-3,2e-3", "--grid", "training.seed=1,2"]
     call = ["sweep", spec_file(tmp_path), *grid, "--max-parallel", 3]
     listed = pithtrain(*call, "--dry-run", cwd=tmp_path)
@@ -257,6 +300,9 @@ def test_a_sweep_submits_a_run_for_each_point_into_lanes(tmp_path: Path, monkeyp
     again = pithtrain(*call, cwd=tmp_path)
     assert again.returncode == 2
     assert "exists" in again.stderr
+    parts = ["--grid", "slurm.partition=train,trian", "--name", "p"]
+    assert "did you mean train?" in pithtrain("sweep", spec_file(tmp_path), *parts, cwd=tmp_path).stderr
+    assert len(rundir.runs(tmp_path / "runs")) == 4
     wrong = pithtrain("sweep", spec_file(tmp_path), "--grid", "optimizer.lrr=1,2", "--name", "w", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "optimizer.lrr" in wrong.stderr
@@ -264,7 +310,7 @@ def test_a_sweep_submits_a_run_for_each_point_into_lanes(tmp_path: Path, monkeyp
 
 def test_force_leaves_the_decision_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_slurm.install(tmp_path, monkeypatch)
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
     call = ["submit", spec_file(tmp_path), "--set", "slurm.partition=trian"]
     refused = pithtrain(*call, cwd=tmp_path)
     assert refused.returncode == 2

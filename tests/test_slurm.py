@@ -452,11 +452,11 @@ def test_questions_are_asked_in_a_clean_environment(fakes: Fakes, monkeypatch: p
     """Neither an outer job, nor the user's formats, nor a language change the answer."""
     for name in ("SQUEUE_FORMAT", "SLURM_JOB_ID", "SBATCH_PARTITION", "SLURM_TIME_FORMAT", "SINFO_SORT"):
         monkeypatch.setenv(name, "odd")
-    monkeypatch.setenv("SLURM_CONF", "/c/slurm.conf")
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
     monkeypatch.setenv("LC_ALL", "de_DE")
     fakes.add("squeue", does="/usr/bin/env; /bin/cat")
     lines = slurm.call("squeue", input_text="typed").splitlines()
-    assert {"SLURM_CONF=/c/slurm.conf", "LC_ALL=C", "SLURM_TIME_FORMAT=%s", "typed"} <= set(lines)
+    assert {f"SLURM_CONF={os.devnull}", "LC_ALL=C", "SLURM_TIME_FORMAT=%s", "typed"} <= set(lines)
     assert not re.findall(r"^(?:SQUEUE|SBATCH|SINFO|SLURM_JOB).*", "\n".join(lines), re.MULTILINE)
 
 
@@ -470,7 +470,7 @@ def test_configured(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
         before = len(fakes.calls)
         assert slurm.configured() is answer and len(fakes.calls) == before + 1  # asked often: it waits for nobody
     fakes.add("sinfo", does=f'echo "{nothing}" >&2; exit 1')
-    monkeypatch.setenv("SLURM_CONF", "/c/slurm.conf")
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
     assert slurm.configured() and len(fakes.calls) == before + 1
 
 

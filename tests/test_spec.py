@@ -403,6 +403,14 @@ def test_refused(base: Path, overrides: list[str], path: str, words: str) -> Non
             "slurm.additional_parameters.export",
         ),
         ("slurm.additional_parameters={api_key: hunter2}", "slurm.additional_parameters.api_key"),
+        ("slurm.env={DB_PASS: hunter2}", "slurm.env.DB_PASS"),
+        ("slurm.env={MYSQL_PWD: hunter2}", "slurm.env.MYSQL_PWD"),
+        ("slurm.env={X: hf_hunter2hunter2hunter2}", "slurm.env.X"),
+        (f"slurm.env={{X: {'abcdef0123' * 4}}}", "slurm.env.X"),
+        ("slurm.setup=['curl -u user:hunter2 host']", "slurm.setup.0"),
+        ("slurm.setup=['curl -H \"X-Api-Key: hunter2\" host']", "slurm.setup.0"),
+        ("slurm.setup=['echo hunter2 | docker login --password-stdin']", "slurm.setup.0"),
+        ('logging.wandb.tags=["WANDB_API_KEY=hunter2"]', "logging.wandb.tags.0"),
     ],
 )
 def test_secrets_are_refused_and_not_repeated(base: Path, override: str, path: str) -> None:
@@ -423,6 +431,7 @@ def test_secrets_are_refused_and_not_repeated(base: Path, override: str, path: s
         "slurm.setup=['curl https://me:$PASS@host', 'curl -H \"Authorization: Bearer $T\" host', wandb login]",
         "slurm.srun_args=['--container-image=docker://me@host#image', '--container-env=HF_TOKEN,WANDB_API_KEY']",
         "slurm.setup=['f() {\n\techo é\n}']",
+        "slurm.setup=['curl -u $USER:$PASS host', 'git checkout 0123456', 'python a.py --author me']",
     ],
 )
 def test_no_secrets(base: Path, override: str) -> None:
@@ -867,3 +876,16 @@ def test_a_model_outside_the_package(tmp_path: Path) -> None:
     (taken / "config.py").write_text("")
     found = refused(write(tmp_path, BASE), f"model.architecture={taken}")
     assert "belongs to another Python module" in found["model.architecture"].rule
+
+
+@pytest.mark.parametrize("key", ["arr", "no_requ", "chd", "job_name", "mem_per_cpu"])
+def test_an_option_of_ours_is_refused_by_its_beginning_too(base: Path, key: str) -> None:
+    """sbatch takes `--arr` for `--array`: copies of a run in one run directory."""
+    with pytest.raises(SpecError, match=f"additional_parameters.{key} = 1: is ours to set"):
+        load(base, [f"slurm.additional_parameters={{{key}: 1}}"])
+
+
+@pytest.mark.parametrize("folder", ["/a/r%j", "/a/b\\s"])
+def test_an_output_folder_that_slurm_would_read_otherwise_is_refused(base: Path, folder: str) -> None:
+    with pytest.raises(SpecError, match="which Slurm reads as its own"):
+        load(base, [f"output_dir='{folder}'"])

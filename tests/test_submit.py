@@ -90,6 +90,7 @@ def test_the_script_as_text(tmp_path: Path) -> None:
     # setup
     trap : TERM USR2  # signals are for the ranks: this shell stays, to say what comes next
     module load cuda
+    set +eu  # whatever the lines above want: this script goes on after a failure
     export PYTHONPATH=/shared/runs/fake/code${{PYTHONPATH:+:$PYTHONPATH}}
     export NCCL_DEBUG='it'"'"'s fine'
     export PITHTRAIN_ATTEMPT=3
@@ -210,12 +211,19 @@ def test_without_slurm_it_is_local_and_one_node(tmp_path: Path, monkeypatch: pyt
     assert submit.check(spec, "local") == [f"slurm.{key} is not used without Slurm" for key in ("setup", "srun_args")]
 
 
+def test_setup_that_is_no_shell_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm.install(tmp_path, monkeypatch)
+    spec = load(spec_file(tmp_path), ['slurm.setup=["echo \'abc"]'])
+    with pytest.raises(SpecError, match=r"slurm\.setup = .*is no shell text"):
+        submit.check(spec, "slurm")
+
+
 def test_a_controller_that_does_not_answer_starts_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is meant for a cluster must not begin on its login node."""
     monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
     away = "echo 'slurm_load_partitions: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     fake_slurm.install(tmp_path, monkeypatch, sinfo=away)
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
     with pytest.raises(SlurmError, match="Slurm does not answer"):
         submit.launcher()
     assert fake_slurm.called(tmp_path).count("sinfo --noheader") == 4

@@ -36,6 +36,7 @@ import stat
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,6 +112,11 @@ def refuse_stray(run: RunDir, attempt: int, job_id: str) -> None:
         raise SystemExit(0)
     last = rundir.last_attempt(run) or {}
     mine = last.get("job_id") == job_id and last.get("attempt", 0) < attempt
+    if mine and rundir.stamp(run.stop, last["attempt"]):  # cancelled while the requeue was on its way
+        why = f"{last.get('why')}; cancelled before it did"
+        rundir.record_attempt(run, last["attempt"], why=why, requeued=False)
+        print(f"attempt {last['attempt']} was the last: {why}")
+        raise SystemExit(0)
     if mine and (last.get("ended") in ("done", "cancelled") or last.get("crash")) and not last.get("requeued"):
         print(f"attempt {last['attempt']} was the last: {last['why']}\n  to go on:  pithtrain resume {run.path}")
         raise SystemExit(0)
@@ -138,7 +144,8 @@ def look_at_nodes(run: RunDir, spec: RunSpec, nodes: str) -> str | None:
     sys.stderr.write(done.stderr)
     if done.returncode == 0:
         return None
-    said = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no word from srun"]
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no word from srun"]
+    said = [line for line in lines if "error" in line.lower()] or lines
     return f"a node of {nodes} cannot start a task: {said[0].removeprefix('srun: error: ')}"
 
 
@@ -280,7 +287,17 @@ def decide(facts: Facts) -> Verdict:
 def after(run: RunDir, exit_code: int) -> int:
     """Decide, write it down, act. Returns the exit code of the batch script; a requeued job does not return."""
     attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
-    facts = gather(run, attempt, job_id, exit_code)
+    try:
+        facts = gather(run, attempt, job_id, exit_code)
+    except Exception:  # whatever is damaged: a saved run goes on
+        traceback.print_exc()
+        requeue = rundir.stamp(run.requeue, attempt)
+        cause = "the end of this attempt could not be read; the batch script's log has the traceback"
+        facts = Facts(
+            exit_code, saved_step=requeue.get("step"), reason=str(requeue.get("reason")), cause=cause, retry=False
+        )
+    if rundir.stamp(run.stop, attempt):  # asked for while the facts were gathered
+        facts = dataclasses.replace(facts, cancelled=True)
     verdict = decide(facts)
     row = {"end": time.time(), "ended": verdict.ended, "why": verdict.why, "exit_code": verdict.exit_code}
     row |= {"reached": facts.reached, "crash": verdict.crash, "requeued": verdict.action != "leave"}

@@ -232,10 +232,16 @@ def sweep(
     if by != "slurm":
         one = f"{show.me()} train {config} --name {specs[0].name}"
         raise RunDirError(f"a sweep needs Slurm, and none is configured here; one after the other:  {one} --set ...")
-    starting.check(specs[0], by, force)
+    for spec in {json.dumps(spec.slurm.model_dump(mode="json")): spec for spec in specs}.values():
+        starting.check(spec, by, force)
     for number, spec in enumerate(specs):
         lane = None if max_parallel is None else f"{base.name}-lane{number % max_parallel}"
-        job = _start(_create(spec), spec, by, lane)
+        try:
+            job = _start(_create(spec), spec, by, lane)
+        except PithtrainError:
+            if number:
+                print(f"the {number} runs above are submitted; `{show.me()} cancel RUN` ends one", file=sys.stderr)
+            raise
         print(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
 
 
@@ -525,6 +531,7 @@ def _progress() -> Generator[Callable[[int, int, int], None], None, None]:
 
 def main() -> NoReturn:
     """The console script: the only place that turns an error into text and an exit code."""
+    os.umask(os.umask(0o022) | 0o022)  # what runs is read from the run directory: nobody else writes there
     try:
         app()
     except StoppedEarly as stopped:

@@ -83,7 +83,7 @@ def states(found: Sequence[RunDir]) -> list[State]:
                 except SlurmError as error:
                     problem = str(error).splitlines()[0]
             out.append(state(run, queue or {}, problem))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RunDirError) as error:
             out.append(State(run.name, "damaged", why=f"{type(error).__name__}: {' '.join(str(error).split())}"))
     return out
 
@@ -111,7 +111,9 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         int(match[1]) for path in run.checkpoints.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))
     ]
     beat_here = beat if beat.get("attempt") == attempt else {}
-    spec = yaml.safe_load(run.spec_yaml.read_text(encoding="utf-8"))
+    spec = _read_spec(run)
+    if not spec and not alive:
+        word, why = "damaged", f"{run.spec_yaml} cannot be read"
     return State(
         name=run.name,
         word=word,
@@ -120,7 +122,7 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         launcher=job.get("launcher"),
         alive=alive,
         step=max(filter(None, (row.get("step"), beat_here.get("step"))), default=None),
-        max_steps=spec["training"]["max_steps"],
+        max_steps=spec["training"]["max_steps"] if spec else None,
         loss=row.get("loss"),
         tokens_per_second=row.get("tokens_per_second"),
         nodes=(known.nodes if known else None) or last.get("nodes"),
@@ -128,8 +130,18 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         time_left_s=known.time_left_s if known and alive else None,
         checkpoint=max(saved, default=None),
         why=why,
-        wandb=wandb_address(run, spec["logging"]["wandb"]),
+        wandb=wandb_address(run, spec["logging"]["wandb"]) if spec else None,
     )
+
+
+def _read_spec(run: RunDir) -> dict[str, Any]:
+    """The resolved spec as plain values; {} where it cannot be read, which must not hide what a run does."""
+    try:
+        spec = yaml.safe_load(run.spec_yaml.read_text(encoding="utf-8"))
+        assert isinstance(spec["training"]["max_steps"], int)
+        return {**spec, "ranks": spec["slurm"]["nodes"] * spec["slurm"]["gpus_per_node"]}
+    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AssertionError):
+        return {}
 
 
 def wandb_address(run: RunDir, options: Mapping[str, Any]) -> str | None:
@@ -153,9 +165,11 @@ def _find_job(run: RunDir, job: dict[str, Any], queue: Queue) -> slurm.Job | Non
     """Slurm's view of the run's newest job; an id that was never written down is written down now."""
     if job.get("launcher") != "slurm":
         return None
+    # the comment is `pithtrain TOKEN step=...`; a number alone may come again, after Slurm has lost its state
     if job.get("job_id") is not None:
-        return queue.get(job["job_id"])
-    # the comment is `pithtrain TOKEN step=...`
+        known = queue.get(job["job_id"])
+        ours = known and (job.get("token") in known.comment.split() or known.name in (run.name, job.get("lane")))
+        return known if ours else None
     found = next((one for one in queue.values() if job["token"] in one.comment.split()), None)
     if found is not None:
         with contextlib.suppress(OSError):  # someone else's run is only read
@@ -282,7 +296,7 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
     text = step_log.read_text(errors="replace") if step_log is not None and step_log.exists() else ""
     said = SRUN_SAYS.findall(text.rpartition(header(attempt))[2])
     killed = [(host, ranks, what) for host, ranks, what in said if not what.startswith("Exited")]
-    silent = [rank for rank in range(_num_ranks(run)) if not run.error(attempt, rank).exists()]
+    silent = [rank for rank in range(_read_spec(run).get("ranks", 0)) if not run.error(attempt, rank).exists()]
     stalled = first is not None and first["type"] == "Stalled"
     if killed and not stalled:  # after a stall srun kills the innocent too
         host, ranks, what = killed[0]
@@ -300,15 +314,6 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
         host, ranks, what = said[0]
         return Cause(f"rank {ranks} on {host}: {what}, without a word", run.slurm)
     return Cause("it ended without a word", run.logs(attempt))
-
-
-def _num_ranks(run: RunDir) -> int:
-    """0 where the spec cannot be read, which must not hide a cause."""
-    try:
-        asked = yaml.safe_load(run.spec_yaml.read_text(encoding="utf-8"))["slurm"]
-        return asked["nodes"] * asked["gpus_per_node"]
-    except (OSError, yaml.YAMLError, TypeError, KeyError):
-        return 0
 
 
 def header(attempt: int) -> str:
@@ -394,10 +399,21 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
     The STOP marker reaches a run on any host within a second or so, also one whose ranks are still starting; the
     signal, where there is a way to send it, at once. A job that has not begun is taken out of the queue.
     """
-    now, job = state(run), rundir.last_job(run)
+    job, last = rundir.last_job(run), rundir.last_attempt(run) or {}
+    try:
+        now = state(run)
+    except SlurmError as silent:
+        if last.get("end") or not last:
+            raise
+        rundir.mark(run.stop, last["attempt"])
+        return f"{run.name} was asked by its marker to save and stop; {str(silent).splitlines()[0]}"
     if not now.alive or job is None:
         return f"{run.name} does not run: it is {now.word}"
-    rundir.mark(run.stop, now.attempt)
+    saved = rundir.stamp(run.stop, now.attempt).get("step")
+    if saved is not None and not at_once:
+        return f"{run.name} has saved step {saved} and is ending"
+    if saved is None:
+        rundir.mark(run.stop, now.attempt)
     if job["launcher"] == "slurm":
         assert now.job_id is not None, "Slurm was asked just now"
         if now.word in ("pending", "held"):
@@ -405,7 +421,10 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
             why = "cancelled while it waited in the queue"
             rundir.record_attempt(run, now.attempt, job_id=now.job_id, end=time.time(), ended="cancelled", why=why)
             return f"{run.name} was waiting in the queue; job {now.job_id} is cancelled"
-        slurm.cancel(now.job_id, None if at_once else "USR2")
+        try:
+            slurm.cancel(now.job_id, None if at_once else "USR2")
+        except SlurmError as refused:
+            return f"{run.name} was asked by its marker to save and stop; {refused}"
     elif job["host"] == socket.gethostname():
         for pid in local_pids(run, job):
             with contextlib.suppress(ProcessLookupError):

@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in `path`; None where there is no such file or it is not (yet) a whole object."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):  # also where it is no text at all
         return None
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
@@ -325,8 +325,14 @@ def update_submit(run: RunDir, **fields: Any) -> None:
 
 
 def jobs(run: RunDir) -> list[dict[str, Any]]:
-    """The jobs of submit.json: one an explicit submission, with the attempt it began with (a requeue counts on)."""
-    return (read_json(run.submit_json) or {}).get("jobs", [])
+    """The jobs of submit.json: one an explicit submission, with the attempt it began with (a requeue counts on).
+
+    Raises RunDirError where the file is there and damaged: a run that lives must not be taken for one that never began.
+    """
+    about = read_json(run.submit_json)
+    if about is None and run.submit_json.exists():
+        raise RunDirError(f"{run.submit_json} is damaged: it says which jobs the run has; put it right first")
+    return (about or {}).get("jobs", [])
 
 
 def record_job(run: RunDir, attempt: int, **fields: Any) -> None:

@@ -75,7 +75,9 @@ def _ask(
     command: Sequence[str], input_text: str | None = None, waits_s: Sequence[float] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace", check=False)
-    said = ""
+    said, conf = "", os.environ.get("SLURM_CONF")
+    if conf and not os.path.exists(conf):  # Slurm itself would look for it for a minute
+        raise SlurmError(f"SLURM_CONF = {conf}: there is no such file")
     for wait_s in (*(WAITS_S if waits_s is None else waits_s), None):
         try:
             done = run(command, input=input_text or "", env=_environment(), timeout=LONGEST_CALL_S)

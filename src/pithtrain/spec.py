@@ -486,19 +486,26 @@ def _check_data(data: DataSection) -> Problems:
 
 
 OWN_ENVIRONMENT = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH|(SLURM|SUBMITIT|PITHTRAIN)_.*")
-OWN_OPTIONS = re.compile(
-    "|".join(SlurmSection.model_fields)
-    + "|job_name|ntasks(_per_node)?|signal|output|error|open_mode|chdir|wait|wrap|parsable|test_only|export"
-    "|comment|(no_)?requeue"  # how a run is followed and started again
-    "|mem_per_[cg]pu"  # mem is always sent, and sbatch takes one of them
-    "|array"  # copies of a run in one run directory
+OWN_OPTIONS = (
+    *SlurmSection.model_fields,
+    *("job_name", "ntasks", "ntasks_per_node", "signal", "output", "error", "open_mode", "chdir", "wait", "wrap"),
+    *("parsable", "test_only", "export"),
+    *("comment", "requeue", "no_requeue"),  # how a run is followed and started again
+    *("mem_per_cpu", "mem_per_gpu"),  # mem is always sent, and sbatch takes one of them
+    "array",  # copies of a run in one run directory
 )
-_NAME = r"[\w-]*(?:key|token|secret|passw(?:or)?d|credentials?|jwt)(?![a-z])[\w-]*(?<!_file)(?<!_path)(?<!_dir)"
+_NAME = (
+    r"[\w-]*(?:key|token|secret|pass(?:w(?:or)?d|phrase)?|pwd|auth|credentials?|jwt)(?![a-z])[\w-]*"
+    r"(?<!_file)(?<!_path)(?<!_dir)"
+)
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)  # WANDB_API_KEY, and neither TOKENIZERS_PARALLELISM nor a file's name
 SECRET = re.compile(  # in a line of shell; a value that begins with $ or ` is read from elsewhere when it runs
     rf"""(?:{_NAME}=|--{_NAME}\s+(?!-))['"]?(?![$`'"\s])."""  # export HF_TOKEN=..., --password ...
     r"|://[^/\s:@]*:[^/\s@$]+@|https?://[^/\s:@$]+@"  # user:password@host, token@host
-    r"|\bbearer\s+(?![$`])\w|\bwandb\s+login\b[^;&|]*\s[\w-]{40,}",
+    r"|\b(?:bearer|basic)\s+(?![$`])[\w+/=]{6}|\bwandb\s+login\b[^;&|]*\s[\w-]{40,}|[\w-]+key:\s*(?![$`])\w"
+    r"|\b(?:curl|wget)\b[^;&|]*\s(?:-u|--user)[\s=]*[^\s:$`]+:[^\s$`]|--password-stdin|[?&](?:sig|x-amz-signature)="
+    # what the services themselves give out
+    r"|\b(?:hf_|gh[opsu]_|glpat-|sk-|xox[bp]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b|(?<![\w/-])[0-9a-f]{40}(?![\w/-])",
     re.IGNORECASE,
 )
 
@@ -512,6 +519,23 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for key, item in cast("dict[object, object]", value).items():
             yield from _texts(item, f"{path}.{key}")
+
+
+def _secret(path: str) -> Problem:
+    hint = "export it in the shell you submit from (the job inherits it), or in setup: NAME=$(cat FILE)"
+    return Problem(path, "...", "looks like a secret, and a spec is kept and shown", hint)
+
+
+def _check_words(output_dir: Path, data: DataSection, logging: LoggingSection) -> Problems:
+    if "%" in str(output_dir) or "\\" in str(output_dir):
+        yield Problem("output_dir", output_dir, "holds a % or a \\, which Slurm reads as its own in file names")
+    places = {f"data.sources.{number}.path": str(source.path) for number, source in enumerate(data.sources)}
+    for path, text in [
+        *_texts(places | {"output_dir": str(output_dir)}, ""),
+        *_texts(dict(logging.wandb), "logging.wandb"),
+    ]:
+        if SECRET.search(text):
+            yield _secret(path.lstrip("."))
 
 
 def _check_slurm(slurm: SlurmSection) -> Problems:
@@ -531,14 +555,13 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
         hint = f"set slurm.{name}" if name in SlurmSection.model_fields else "it follows from the mesh and the run"
         if not re.fullmatch(r"[a-z][a-z0-9_]+", name):
             yield Problem("slurm.additional_parameters", key, "is no long option of sbatch, such as mail_type")
-        elif OWN_OPTIONS.fullmatch(name):
+        elif any(own.startswith(name) for own in OWN_OPTIONS):  # sbatch takes a beginning for the whole
             yield Problem(f"slurm.additional_parameters.{key}", value, "is ours to set", hint)
         elif value is False or not isinstance(value, str | int | float):
             yield Problem(f"slurm.additional_parameters.{key}", value, "must be a string, a number or true")
     for path, text in _texts(dict(slurm), "slurm"):
         if SECRET_NAME.fullmatch(path.rpartition(".")[2]) or SECRET.search(text):
-            hint = "export it in the shell you submit from (the job inherits it), or in setup: NAME=$(cat FILE)"
-            yield Problem(path, "...", "looks like a secret, and a spec is kept and shown", hint)
+            yield _secret(path)
         elif not (re.sub(r"[\t\n]", "", text) if path.startswith("slurm.setup") else text).isprintable():
             yield Problem(path, text, "holds a character that cannot be printed")
 
@@ -556,7 +579,7 @@ def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], 
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype
-    for check in (*checks, _check_lr, _check_moe, _check_data, _check_slurm):
+    for check in (*checks, _check_lr, _check_moe, _check_data, _check_words, _check_slurm):
         needed = inspect.signature(check).parameters
         if needed.keys() <= parts.keys():
             yield from check(*(parts[name] for name in needed))

@@ -86,6 +86,7 @@ def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str |
     slurm = spec.slurm
     exports = {**slurm.env, "PITHTRAIN_ATTEMPT": str(attempt), "PITHTRAIN_TOKEN": token}
     python, path = shlex.quote(sys.executable), shlex.quote(str(run.path))
+    theirs = slurm.additional_parameters.get("dependency")
     after = f"{python} -m pithtrain.batch after {path}"
     # srun has not inherited it since Slurm 22.05
     cpus = [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
@@ -108,6 +109,7 @@ def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str |
         "setup": [
             "trap : TERM USR2  # signals are for the ranks: this shell stays, to say what comes next",
             *slurm.setup,  # first: a module it loads must not come before the snapshot
+            "set +eu  # whatever the lines above want: this script goes on after a failure",
             f"export PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
             *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
             f'[ -x {python} ] || {{ echo "error: no Python at" {python} "on $(hostname)" >&2; exit 127; }}',
@@ -123,8 +125,8 @@ def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str |
         "additional_parameters": {
             "chdir": str(run.code),
             "requeue": True,
-            **({"dependency": "singleton"} if lane else {}),
             **slurm.additional_parameters,
+            **({"dependency": ",".join(filter(None, ["singleton", theirs]))} if lane else {}),
         },
     }
     # submitit's own default is wckey=submitit, which sites with wckeys refuse
@@ -158,6 +160,10 @@ def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
             raise SpecError(problems, "Slurm")
         notes = [*map(str, problems), *notes]
         script = render(spec, RunDir(spec.output_dir / spec.name))
+        parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        if parsed.returncode != 0:
+            rule = f"is no shell text: {parsed.stderr.strip().splitlines()[0]}"
+            raise SpecError([Problem("slurm.setup", "; ".join(spec.slurm.setup), rule)], "Slurm")
         try:
             return [*notes, slurm.test_only(script, may_wait=not cluster.whole)]
         except SlurmError as refused:
@@ -264,11 +270,12 @@ def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: b
     """
     now = jobs.state(run)
     if excludes and now.word == "running" and now.launcher == "slurm" and now.job_id is not None:
-        _changed_spec(run, changes)
+        _possible(_changed_spec(run, changes)[1], force)
         slurm.cancel(now.job_id, "USR2")
         while (now := jobs.state(run)).alive and now.word not in ("pending", "held"):
             time.sleep(1.0)
     if now.alive and now.word in ("pending", "held"):
+        _possible(_changed_spec(run, changes)[1], force)
         return _change_waiting(run, now, changes)
     by = launcher()
     lines = prepare_resume(run, changes, by, force)
@@ -297,6 +304,13 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, for
         )
     notes = [] if by is None and worker.seat(os.environ).world_size > 1 else check(spec, by or "local", force)
     return [*notes, *_renew(run, before, spec)]
+
+
+def _possible(spec: RunSpec, force: bool) -> None:
+    """Raises SpecError for what can never run, before anything is stopped or changed for it."""
+    problems, _ = slurm.problems(spec, slurm.cluster_facts(spec))
+    if problems and not force:
+        raise SpecError(problems, "Slurm")
 
 
 def _changed_spec(run: RunDir, changes: Sequence[str]) -> tuple[RunSpec, RunSpec]:
