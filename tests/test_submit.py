@@ -149,6 +149,22 @@ def test_hostile_paths_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list(tmp_path.rglob("pwned"))
 
 
+def test_a_stray_job_s_script_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old job that somebody requeued: the whole script, with a fake srun."""
+    run, spec = make_run(tmp_path, FINISHES)
+    rundir.record_job(run, 2, job_id="8", launcher="slurm", token="t2")
+    fake_slurm.install(tmp_path, monkeypatch, srun="exit 0")
+    env = {**submit.clean_environment(os.environ), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"}
+    script = submit.render(spec, run, token="t1")
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=run.code, env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "job 7 is not the newest of fake, which is 8: nothing to do" in done.stdout
+    assert not (tmp_path / "called").exists()
+    assert not run.attempts.exists()
+
+
 def test_case_024_a_missing_interpreter_is_named_at_once(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, FINISHES)
     script = submit.render(spec, run).replace(sys.executable, "/gone/bin/python")

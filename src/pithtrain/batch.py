@@ -50,6 +50,7 @@ DEVICE_TIMEOUT_S = 30  # nvidia-smi answers in one or two; with a GPU that fell 
 NODE_TIMEOUT_S = 180  # a node that has not answered by then does not start a task
 KILLED_S = 120  # how long a requeued job waits to be killed
 LISTING_S = 30.0  # how long a network file system may show an old listing: another node's error file
+NOTHING_TO_DO = 77  # the exit code of `before` for a job that is not the run's, or no longer; ranks end with 0 to 4
 MAX_IDLE = 5  # attempts in a row that gained no step: preemptions may come that thick, a loop does for ever
 
 
@@ -59,7 +60,7 @@ MAX_IDLE = 5  # attempts in a row that gained no step: preemptions may come that
 def before(run: RunDir) -> int:
     """Make the job known, see to what the last attempt left, look at each node. Returns 0 where training may start.
 
-    Whatever else it returns, `after` is asked next; SystemExit ends the job here, since it has nothing to do.
+    Whatever else it returns, `after` is asked next, which ends the job at once where there is NOTHING_TO_DO.
     """
     attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
     print(jobs.header(attempt), file=sys.stderr, flush=True)
@@ -104,22 +105,25 @@ def before(run: RunDir) -> int:
 
 
 def refuse_stray(run: RunDir, attempt: int, job_id: str) -> None:
-    """Raises SystemExit where this job is not the run's, or has been decided: an old job that somebody requeued, or a
-    site's rule about exit codes, must not train beside the newest one or against a verdict."""
+    """Raises SystemExit(NOTHING_TO_DO) where this job is not the run's, or has been decided.
+
+    An old job that somebody requeued, or a site's rule about exit codes, must not train beside the newest one or against
+    a verdict.
+    """
     newest = rundir.last_job(run) or {}
     if newest.get("token") != os.environ.get("PITHTRAIN_TOKEN") or newest.get("job_id") not in (None, job_id):
         print(f"job {job_id} is not the newest of {run.name}, which is {newest.get('job_id')}: nothing to do")
-        raise SystemExit(0)
+        raise SystemExit(NOTHING_TO_DO)
     last = rundir.last_attempt(run) or {}
     mine = last.get("job_id") == job_id and last.get("attempt", 0) < attempt
     if mine and rundir.stamp(run.stop, last["attempt"]):  # cancelled while the requeue was on its way
         why = f"{last.get('why')}; cancelled before it did"
         rundir.record_attempt(run, last["attempt"], why=why, requeued=False)
         print(f"attempt {last['attempt']} was the last: {why}")
-        raise SystemExit(0)
+        raise SystemExit(NOTHING_TO_DO)
     if mine and (last.get("ended") in ("done", "cancelled") or last.get("crash")) and not last.get("requeued"):
         print(f"attempt {last['attempt']} was the last: {last['why']}\n  to go on:  pithtrain resume {run.path}")
-        raise SystemExit(0)
+        raise SystemExit(NOTHING_TO_DO)
 
 
 def look_at_nodes(run: RunDir, spec: RunSpec, nodes: str) -> str | None:
@@ -286,6 +290,8 @@ def decide(facts: Facts) -> Verdict:
 
 def after(run: RunDir, exit_code: int) -> int:
     """Decide, write it down, act. Returns the exit code of the batch script; a requeued job does not return."""
+    if exit_code == NOTHING_TO_DO:
+        return 0
     attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
     try:
         facts = gather(run, attempt, job_id, exit_code)
