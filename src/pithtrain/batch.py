@@ -107,8 +107,8 @@ def before(run: RunDir) -> int:
 def refuse_stray(run: RunDir, attempt: int, job_id: str) -> None:
     """Raises SystemExit(NOTHING_TO_DO) where this job is not the run's, or has been decided.
 
-    An old job that somebody requeued, or a site's rule about exit codes, must not train beside the newest one or against
-    a verdict.
+    An old job that somebody requeued, or a site's rule about exit codes, must not train beside the newest one or
+    against a verdict.
     """
     newest = rundir.last_job(run) or {}
     if newest.get("token") != os.environ.get("PITHTRAIN_TOKEN") or newest.get("job_id") not in (None, job_id):
