@@ -519,7 +519,10 @@ def _replace(final, partial):
 _barrier = World.barrier
 
 def _dies(self):
-    if RANK_1 and os.path.exists(os.environ["SECOND"] + "/checkpoint.json"):
+    if RANK_1 and os.path.exists(os.environ["SECOND"] + "/.metadata"):
+        import time
+        while not os.path.exists(os.environ["SECOND"] + "/checkpoint.json"):
+            time.sleep(0.05)
         os._exit(1)
     _barrier(self)
 
