@@ -321,6 +321,7 @@ def test_force_leaves_the_decision_to_slurm(tmp_path: Path, monkeypatch: pytest.
     assert "did you mean train?" in done.stdout
 
 
+@pytest.mark.slow
 def test_logs_follow_a_run_to_its_end_and_err_shows_the_first(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, WAITS_FOR_STOP)
     submit.submit(run, spec, "local")

@@ -67,6 +67,7 @@ def only_run(folder: Path) -> RunDir:
 # ---- submit-and-monitor ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_taken_from_its_config_to_its_end(tmp_path: Path) -> None:
     """As an agent finds it, through the link in .claude; --name and --set reach the run."""
     env = with_engine(tmp_path, FINISHES)
@@ -80,6 +81,7 @@ def test_a_run_is_taken_from_its_config_to_its_end(tmp_path: Path) -> None:
     assert skill(DIAGNOSE, run.path, env=env)[-1] == "PASS  done at step 6 of 6, attempt 1"
 
 
+@pytest.mark.slow
 def test_a_failed_run_ends_in_fail_and_the_other_skill_names_its_cause(tmp_path: Path) -> None:
     env = with_engine(tmp_path, FAILS_ON_ONE)
     lines = skill(SUBMIT, spec_file(tmp_path), env=env)
@@ -238,6 +240,7 @@ def test_a_run_that_scancel_ended_passes_where_no_step_is_lost(
     assert f"next      pithtrain resume {run.path}" in lines
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_the_cause(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, WAITS_FOR_STOP)
     assert rundir.claim_attempt(run) == 1

@@ -377,6 +377,7 @@ def test_a_process_number_used_again_is_not_the_run(tmp_path: Path) -> None:
     assert jobs.state(run).word == "lost"
 
 
+@pytest.mark.slow
 def test_case_155_one_wandb_run_and_nothing_of_it_left_when_a_rank_fails(tmp_path: Path) -> None:
     """Rank 0 alone opens it; when rank 1 fails, W&B's helper process does not keep the job alive."""
     train = """
@@ -432,6 +433,7 @@ def test_foreground_runs_to_the_end(tmp_path: Path, capfd: pytest.CaptureFixture
     assert [row["ended"] for row in rundir.read_lines(run.attempts)] == ["done"]
 
 
+@pytest.mark.slow
 def test_foreground_reports_the_first_cause_with_its_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

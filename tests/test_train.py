@@ -94,7 +94,7 @@ def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in lines(folder)]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stops", [[4], [3, 2]], ids=["one stop", "two stops"])
 def test_stopped_and_resumed_is_bitwise_the_straight_run(
     pool: Pool, corpus: Path, tmp_path: Path, mesh: tuple[int, int, int], stops: list[int]

@@ -66,6 +66,7 @@ def run(spec, run_dir, place, watch):
     assert "time.sleep" in (run.log(1, 1)).read_text() or "hangs" in run.log(1, 1).read_text()
 
 
+@pytest.mark.slow
 def test_time_in_which_a_process_stood_still_is_no_phase_s(tmp_path: Path) -> None:
     """As when Slurm suspends a job: it goes on where it was, and its limits hold as before."""
     train = """
@@ -161,6 +162,7 @@ def run(spec, run_dir, place, watch):
     assert not list(run.logs(1).glob("*.pid"))
 
 
+@pytest.mark.slow
 def test_a_limit_is_that_of_the_phase(tmp_path: Path) -> None:
     train = """
 def run(spec, run_dir, place, watch):
@@ -403,6 +405,7 @@ def test_case_158_a_signal_to_rank_1_stops_all_at_one_step(tmp_path: Path, devic
     assert rundir.read_lines(run.attempts)[-1]["ended"] == "stopped"
 
 
+@pytest.mark.slow
 @DEVICES
 def test_a_frozen_rank_is_the_silent_one(tmp_path: Path, device: str) -> None:
     """Its peer stands in a real collective, and knows that it only waits. Woken again, it says that it stood still."""

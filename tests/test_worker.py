@@ -158,7 +158,9 @@ def test_a_run_that_finishes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raises", "code", "said"),
     [
-        ("DataError('no corpus in data/none')", 2, "rank 1: no corpus in data/none"),
+        pytest.param(
+            "DataError('no corpus in data/none')", 2, "rank 1: no corpus in data/none", marks=pytest.mark.slow
+        ),
         ("ValueError('three')", 1, "rank 1: ValueError: three"),
         pytest.param("KeyboardInterrupt()", 1, "rank 1: KeyboardInterrupt", marks=pytest.mark.slow),
         pytest.param("MemoryError()", 1, "rank 1: MemoryError", marks=pytest.mark.slow),
