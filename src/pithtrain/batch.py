@@ -44,6 +44,7 @@ from pithtrain import jobs, rundir, slurm, submit
 from pithtrain.errors import PithtrainError, SlurmError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
+from pithtrain.watch import node_name
 
 CLOCK_SKEW_S = 60.0  # a task may start this long after it was asked for; no clock may be further off
 DEVICE_TIMEOUT_S = 30  # nvidia-smi answers in one or two; with a GPU that fell off the bus, never
@@ -155,7 +156,7 @@ def look_at_nodes(run: RunDir, spec: RunSpec, nodes: str) -> str | None:
 
 def node(run: RunDir, asked_at: float) -> int:
     """On each node: can a rank work here? Writes errors/attempt-N/node-HOST.json where it cannot."""
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    host = node_name()
     skew = time.time() - asked_at
     if not -CLOCK_SKEW_S / 30 < skew < CLOCK_SKEW_S:
         print(f"warning: the clock of {host} is {skew:+.0f} s off that of the first node", flush=True)
@@ -270,7 +271,7 @@ def decide(facts: Facts) -> Verdict:
             "leave", "failed", f"{facts.idle} attempts in a row gained no step; the last: {last}", code, True
         )
     if facts.ending is not None:
-        action = "restarts" if facts.slurm_requeues and facts.ending != "time limit" else "successor"
+        action = "restarts" if facts.slurm_requeues else "successor"
         return Verdict(action, ended, f"{facts.ending}; {state}; restarts", code)
     if saved:
         return Verdict("requeue", "stopped", f"{state} on {facts.reason}; restarts", 0)

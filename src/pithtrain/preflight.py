@@ -14,7 +14,6 @@ matrix library, which training pays otherwise; 0.04 s on four CPU ranks.
 """
 
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from pithtrain.errors import RunFailed
+from pithtrain.watch import node_name
 from pithtrain.world import World
 
 SLOW = 1.5  # times the median: well beyond what healthy devices of one kind differ by
@@ -64,7 +64,7 @@ def look(world: World) -> list[Facts]:
         torch.cuda.reset_peak_memory_stats(world.device)
     mine = Facts(
         rank=world.rank,
-        host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        host=node_name(),
         device=torch.cuda.get_device_name(world.device) if cuda else "cpu",
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -197,7 +197,7 @@ def mark(marker: Path, attempt: int, **fields: Any) -> None:
 
 
 def stamp(marker: Path, attempt: int) -> dict[str, Any]:
-    """What a marker says of this attempt; {} where it is another's or not there. A cancel may name a later one."""
+    """What a marker says of this attempt; {} where it is another's or not there."""
     fields = read_json(marker) or {}
     return fields if fields.get("attempt") == attempt else {}
 
@@ -353,7 +353,7 @@ def forget_job(run: RunDir, attempt: int) -> None:
 
 def last_job(run: RunDir) -> dict[str, Any] | None:
     """The newest job of submit.json, or None before the first."""
-    return jobs(run)[-1] if jobs(run) else None
+    return next(reversed(jobs(run)), None)
 
 
 @contextlib.contextmanager

@@ -464,12 +464,11 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
 
     Raises RunFailed or StoppedEarly; returns when the run is done.
     """
-    marks = {marker.name: rundir.read_json(marker) or {} for marker in (run.done, run.stop, run.requeue)}
     if not any(exit_codes):
-        if marks["DONE"].get("attempt") == attempt:
+        if rundir.stamp(run.done, attempt):
             return
-        for stamp in (marks["STOP"], marks["REQUEUE"]):
-            if stamp.get("attempt") == attempt and "step" in stamp:
+        for stamp in (rundir.stamp(run.stop, attempt), rundir.stamp(run.requeue, attempt)):
+            if "step" in stamp:
                 message = f"stopped at step {stamp['step']} with its state saved\n  go on:  pithtrain resume {run.path}"
                 raise StoppedEarly(message)
     last = rundir.last_attempt(run) or {}

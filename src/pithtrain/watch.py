@@ -421,10 +421,8 @@ class Watch:
 
 def end_attempt(run: RunDir, attempt: int, ended: str, exit_code: int) -> None:
     """Rank 0's last word in attempts.jsonl; whoever started the run adds what it knows."""
-    steps = [row["step"] for row in rundir.read_lines(run.metrics) if row.get("attempt") == attempt]
-    first, last = (steps[0], steps[-1]) if steps else (None, None)
-    fields = {"end": time.time(), "ended": ended, "exit_code": exit_code, "first_step": first, "last_step": last}
-    rundir.record_attempt(run, attempt, **fields)
+    fields = {"end": time.time(), "ended": ended, "exit_code": exit_code}
+    rundir.record_attempt(run, attempt, **fields, **rundir.attempt_steps(run, attempt))
 
 
 def node_name() -> str:
