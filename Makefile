@@ -7,7 +7,7 @@ SETS := $(foreach pair,$(SET),--set '$(pair)')  # values without blanks; else ca
 GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 
 .PHONY: help setup demo demo-slurm test test-fast lint format validate plan train submit sweep status logs save stacks \
-	cancel resume doctor cluster-up cluster-down cluster-status bench
+	inspect cancel resume export-hf import-hf doctor cluster-up cluster-down cluster-status bench
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,11 +59,20 @@ logs: setup ## RUN=name [RANK=0] [ERR=1] [FOLLOW=1] the log of a rank, or the fi
 save stacks: setup ## RUN=name a checkpoint now; the stacks of all ranks
 	$(BIN)/pithtrain $@ $(RUN)
 
+inspect: setup ## RUN=name [VERIFY=1] what its checkpoints hold; VERIFY reads every tensor
+	$(BIN)/pithtrain inspect $(RUN) $(if $(VERIFY),--verify)
+
 cancel: setup ## RUN=name [NOW=1] save at the next step, then stop
 	$(BIN)/pithtrain cancel $(RUN) $(if $(NOW),--now)
 
 resume: setup ## RUN=name [SET="a.b=1"] [EXCLUDE=nodes] go on from the newest checkpoint
 	$(BIN)/pithtrain resume $(RUN) $(SETS) $(if $(EXCLUDE),--exclude $(EXCLUDE))
+
+export-hf: setup ## RUN=name|checkpoint OUT=folder [DTYPE=float32] a Hugging Face folder of the newest checkpoint
+	$(BIN)/pithtrain export-hf $(RUN) $(OUT) $(if $(DTYPE),--dtype $(DTYPE))
+
+import-hf: setup ## HF=folder OUT=folder a checkpoint for init_from
+	$(BIN)/pithtrain import-hf $(HF) $(OUT)
 
 doctor: setup ## [NODES=n] what this machine, or the cluster's nodes, lack
 	$(BIN)/pithtrain doctor $(if $(NODES),--nodes $(NODES))

@@ -37,7 +37,7 @@ import numpy as np
 
 from harness import MODEL
 from pithtrain import cluster, rundir
-from pithtrain.checkpoint import folder as checkpoint_folder
+from pithtrain.catalog import folder as checkpoint_folder
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 from test_data import make

@@ -101,7 +101,8 @@ Shards = dict[str, tuple[int, tuple[int, ...], np.ndarray]]  # name -> (first ro
 def shards(engine: Engine, pick: Callable[[Any], torch.Tensor]) -> Shards:
     """This rank's rows of one tensor per parameter."""
     return {
-        n: (p.first_row, p.whole_shape, pick(p).detach().cpu().clone().numpy()) for n, p in engine.zero.sharded.items()
+        name: (one.first_row, one.info.stored_shape, pick(one).detach().cpu().clone().numpy())
+        for name, one in engine.zero.sharded.items()
     }
 
 

@@ -1,5 +1,6 @@
 """Around srun: the decision as a table, what nodes are looked at for, and the facts read from a run directory."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -33,6 +34,7 @@ CRASH = "rank 1: RuntimeError: lost"
         (Facts(143, ending="cancelled (scancel)", saved_step=5), "leave", "stopped", 143),
         (Facts(0, ending="cancelled (scancel)"), "leave", "cancelled", 1),
         (Facts(0, ending="unknown", saved_step=5), "leave", "stopped", 1),
+        (Facts(0, ending="unknown"), "leave", "killed", 1),
         (Facts(143, ending="preempted: the grace time was over", preempted=True), "restarts", "killed", 143),
         (Facts(143, ending="preempted: the grace time was over", slurm_requeues=False), "successor", "killed", 143),
         (Facts(143, ending="node lost"), "restarts", "killed", 143),
@@ -82,12 +84,6 @@ def in_job(monkeypatch: pytest.MonkeyPatch, folder: Path, scontrol: str, restart
     monkeypatch.setenv("PITHTRAIN_TOKEN", "t1")
 
 
-def show_job(state: str = "RUNNING", run_time: str = "00:00:30", preempted: str = "None") -> str:
-    node = 'echo "NodeName=n1 State=DOWN*"' if run_time == "00:00:40" else ":"
-    line = f"JobId=7 JobName=fake JobState={state} RunTime={run_time} TimeLimit=00:01:00 PreemptTime={preempted}"
-    return f'[ "$2" = node ] && {{ {node}; exit; }}; [ "$1" = show ] && echo "{line}"; exit 0'
-
-
 def metrics(run: RunDir, *steps: int) -> None:
     run.metrics.write_text("".join(json.dumps({"step": step, "loss": 1.0, "attempt": 1}) + "\n" for step in steps))
 
@@ -100,30 +96,84 @@ def error(run: RunDir, attempt: int, rank: int = 1, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "run_time", "preempted", "ending"),
+    ("how", "ending", "requeues", "action"),
     [
-        ("RUNNING", "00:00:30", "None", None),
-        ("SIGNALING", "00:00:30", "None", None),
-        ("RUNNING", "00:00:30", "2026-11-29T10:00:00", None),
-        ("COMPLETING", "00:00:30", "None", "cancelled (scancel)"),
-        ("COMPLETING", "00:01:02", "None", "time limit"),
-        ("COMPLETING", "00:00:40", "None", "node lost"),
-        ("COMPLETING", "00:00:30", "2026-11-29T10:00:00", "preempted: the grace time was over"),
+        ("runs", None, True, "requeue"),
+        ("runs, preempted", None, True, "requeue"),
+        ("node lost", "node lost", True, "restarts"),
+        ("node lost, --no-requeue", "node lost", False, "successor"),
+        ("preempted, PreemptMode=REQUEUE", "preempted: the grace time was over", True, "restarts"),
+        ("preempted, PreemptMode=CANCEL", "preempted: the grace time was over", False, "successor"),
+        ("scontrol requeue", "queued again by Slurm", True, "restarts"),
+        ("time limit", "time limit", False, "successor"),
+        ("scancel", "cancelled (scancel)", False, "leave"),
     ],
 )
+@pytest.mark.parametrize("restarts", [0, 2])
 def test_what_slurm_does_with_the_job_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, run_time: str, preempted: str, ending: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    ending: str | None,
+    requeues: bool,
+    action: str,
+    restarts: int,
 ) -> None:
+    """By what a real Slurm said, with every node up again."""
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job(state, run_time, preempted))
-    facts = batch.gather(run, 1, "7", 143)
-    assert facts.ending == ending
-    assert facts.preempted == (preempted != "None")
+    attempt = 1 + restarts
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job(how, restarts), restarts)
+    error(run, attempt)
+    metrics(run, 1, 2)
+    rundir.write_atomic(run.slurm / "7_0_log.err", f"{jobs.header(attempt)}\n{fake_slurm.ENDINGS[how][-1]}")
+    facts = batch.gather(run, attempt, "7", 143)
+    assert (facts.ending, facts.slurm_requeues) == (ending, requeues)
+    assert facts.preempted == (how in ("runs, preempted", "preempted, PreemptMode=CANCEL"))
+    assert decide(dataclasses.replace(facts, max_requeues=1)).action == action
+
+
+def test_a_job_that_is_queued_again_needs_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Slurm wrote of an earlier attempt names nothing, and the verdict does not hang on it."""
+    run, _ = make_run(tmp_path, FINISHES)
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job("node lost", 1), restarts=1)
+    earlier = f"{jobs.header(1)}\n{fake_slurm.ENDINGS['node lost'][-1]}{jobs.header(2)}\n"
+    rundir.write_atomic(run.slurm / "7_0_log.err", earlier)
+    assert decide(batch.gather(run, 2, "7", 143)).why == "queued again by Slurm; not saved, at step 0; restarts"
+    (run.slurm / "7_0_log.err").unlink()
+    assert decide(batch.gather(run, 2, "7", 143)).action == "restarts"
+
+
+def test_a_job_that_runs_again_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node of the batch script was cut off: Slurm has started the job anew when the old script's turn comes."""
+    run, _ = make_run(tmp_path, FINISHES)
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job("runs", 1))
+    rundir.mark(run.requeue, 1, step=3, reason="SIGTERM")
+    assert batch.after(run, 143) == 143
+    assert "requeue" not in fake_slurm.called(tmp_path)
+    assert rundir.read_lines(run.attempts)[0]["requeued"]
+
+
+@pytest.mark.parametrize(("how", "goes_on"), [("node lost", True), ("unknown", True), ("scancel", False)])
+def test_a_job_that_comes_again_goes_on_unless_it_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, goes_on: bool
+) -> None:
+    """After the verdict on its first attempt. A cancelled one comes again by `scontrol requeue` alone."""
+    run, _ = make_run(tmp_path, FINISHES)
+    in_job(monkeypatch, tmp_path, "exit 0" if how == "unknown" else fake_slurm.show_job(how))
+    rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
+    assert batch.before(run) == 0
+    assert batch.after(run, 143) == 143
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    if goes_on:
+        assert batch.before(run) == 0
+    else:
+        with pytest.raises(SystemExit):
+            batch.before(run)
 
 
 def test_a_cancel_meets_a_crash_and_stays_a_cancel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.mark(run.stop, 1)
     error(run, 1)
     metrics(run, 1, 2)
@@ -134,7 +184,7 @@ def test_a_cancel_meets_a_crash_and_stays_a_cancel(tmp_path: Path, monkeypatch: 
 
 def test_a_saved_run_goes_on_though_nothing_else_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.mark(run.requeue, 1, step=3, reason="SIGUSR2")
     monkeypatch.setattr(batch, "KILLED_S", 0)
     text = run.spec_yaml.read_text()
@@ -147,7 +197,7 @@ def test_a_saved_run_goes_on_though_its_papers_cannot_be_read_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.mark(run.requeue, 1, step=3, reason="SIGUSR2")
     run.submit_json.write_text("{")
     monkeypatch.setattr(batch, "KILLED_S", 0)
@@ -159,7 +209,7 @@ def test_a_cancel_on_the_way_to_a_requeue_is_found_by_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job(), restarts=1)
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job(), restarts=1)
     rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
     rundir.record_attempt(run, 1, job_id="7", end=1.0, ended="stopped", why="saved at step 3; restarts", requeued=True)
     rundir.mark(run.stop, 1)
@@ -196,7 +246,7 @@ def test_a_stray_job_ends_at_once(
     said: str,
 ) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job(), restarts=1)
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job(), restarts=1)
     rundir.record_job(run, 1, job_id=job_id, launcher="slurm", token=token)
     rundir.record_attempt(run, 1, job_id="7", **last)
     with pytest.raises(SystemExit):
@@ -207,7 +257,7 @@ def test_a_stray_job_ends_at_once(
 
 def test_facts_come_from_this_attempt_and_this_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.record_job(run, 1, job_id="6", launcher="slurm")
     rundir.record_job(run, 3, job_id="7", launcher="slurm", first=3)
     rundir.record_attempt(run, 1, crash=True, reached=2)
@@ -223,7 +273,7 @@ def test_facts_come_from_this_attempt_and_this_job(tmp_path: Path, monkeypatch: 
 
 def test_a_saved_run_is_requeued_once_and_its_marker_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     monkeypatch.setattr(batch, "KILLED_S", 0)
     rundir.mark(run.requeue, 1, step=3, reason="SIGUSR2")
     batch.after(run, 143)
@@ -235,7 +285,7 @@ def test_a_saved_run_is_requeued_once_and_its_marker_is_gone(tmp_path: Path, mon
 
 REFUSES = f"""
 [ "$1" = requeue ] && echo "Requested operation is presently disabled" >&2 && exit 1
-{show_job()}
+{fake_slurm.show_job()}
 """
 
 
@@ -274,7 +324,7 @@ def test_case_021_no_scontrol_is_one_clear_line(
 def test_before_makes_the_job_known_and_looks_at_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 19 of the service's matrix: the submitting command died after sbatch, before it wrote anything down."""
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.record_job(run, 1, job_id=None, launcher="slurm", token="t1")
     assert batch.before(run) == 0
     assert rundir.jobs(run)[0]["job_id"] == "7"
@@ -285,7 +335,7 @@ def test_before_makes_the_job_known_and_looks_at_each_node(tmp_path: Path, monke
 
 def test_an_attempt_that_could_not_speak_is_closed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job(), restarts=1)
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job(), restarts=1)
     rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
     rundir.record_attempt(run, 1, job_id="7", start=1.0, end=None, ended=None)
     metrics(run, 1, 2)
@@ -300,7 +350,7 @@ def test_a_bad_node_is_named_with_the_command_that_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
     run.errors(1).mkdir(parents=True)
@@ -319,7 +369,7 @@ def test_no_room_for_one_checkpoint_is_said_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
     rundir.write_atomic(run.plan_json, json.dumps({"parameters": 10**15}))
     assert batch.before(run) == 1
@@ -330,7 +380,7 @@ def test_no_room_for_one_checkpoint_is_said_before_the_first_step(
 
 def test_a_look_that_fails_without_a_word_is_taken_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    in_job(monkeypatch, tmp_path, show_job())
+    in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
     (tmp_path / "bin" / "srun").write_text(
         f"#!/bin/bash\n[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; exit 1; }}\n"

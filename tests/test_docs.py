@@ -25,11 +25,11 @@ PAPERS = [
     *sorted(ROOT.glob("skills/*/SKILL.md")),
 ]
 
-# what a run directory, a user's own folder or another machine holds
+# what a run directory, a checkpoint, a user's own folder or another machine holds
 ELSEWHERE = re.compile(
-    r"(\.venv|runs|logs|errors|checkpoints|wandb|data|notes|code|shared|slurm/NAME\.yaml)"
-    r"|test_ROOM|(attempts|metrics|events)\.jsonl|(submit|plan|heartbeat|checkpoint|tokenizer|rank-\w+)\.json"
-    r"|spec\.yaml|slurm\.conf|x\.yaml|configs/mine\.yaml"
+    r"(\.venv|runs|logs|errors|checkpoints|hf|wandb|data|notes|code|shared|slurm/NAME\.yaml)"
+    r"|test_ROOM|(attempts|metrics|events)\.jsonl|(submit|plan|heartbeat|checkpoint|tokenizer|config|rank-\w+)\.json"
+    r"|(master|exp_avg|exp_avg_sq)/|spec\.yaml|slurm\.conf|x\.yaml|configs/mine\.yaml"
 )
 PATH = re.compile(r"\.?[\w-]+(\.[\w-]+)*(/[\w.-]+)+/?|[\w-]+\.(py|md|ya?ml|toml|jsonl?)")
 

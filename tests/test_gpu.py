@@ -1,6 +1,7 @@
 """On a GPU: the engine against itself on the CPU, bf16 against fp32, two GPUs against one. Skipped without CUDA."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, steps_job
+from pithtrain import catalog, checkpoint
 from pithtrain.build import build
 from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
@@ -186,3 +188,36 @@ def test_overlap_changes_nothing_bitwise(pool: Pool) -> None:
         assert other.norms == runs[0].norms
         for name, master in runs[0].masters.items():
             np.testing.assert_array_equal(other.masters[name], master, name)
+
+
+@needs_gpu
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_of_a_gpu_is_the_state_of_its_step(tmp_path: Path, asynchronous: bool) -> None:
+    """The copy to page-locked memory is over before the shards change, and the next save uses that memory again."""
+    spec = make_spec(**on("cuda", "bfloat16"))
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cuda", spec.distributed) as world:
+        engine = build(spec, world)
+        saver = checkpoint.Saver(tmp_path, engine.zero, world, {}, asynchronous=asynchronous)
+        want: list[dict[str, np.ndarray]] = []
+        for step in (1, 2):
+            train_step(engine, spec, batches_of(spec, engine, step), 1e-3)
+            want.append(
+                {
+                    f"{kind}/{n}": getattr(p, kind).cpu().numpy()
+                    for n, p in engine.zero.sharded.items()
+                    for kind in checkpoint.KINDS
+                }
+            )
+            saver.wait()
+            saver.save(checkpoint.Position(step, 8 * step))
+            for one in engine.zero.sharded.values():
+                one.exp_avg.add_(1.0)
+        saver.wait()
+        for step, state in enumerate(want, 1):
+            reader = checkpoint.Reader(catalog.folder(tmp_path, step))
+            for key, tensor in state.items():
+                np.testing.assert_array_equal(reader.tensor(key).numpy().reshape(tensor.shape), tensor, key)
+        newest = catalog.folder(tmp_path, 2)
+        assert checkpoint.load(newest, engine.zero, world, catalog.read(newest)) == checkpoint.Position(2, 16)
+        for name, one in engine.zero.sharded.items():
+            np.testing.assert_array_equal(one.exp_avg.cpu().numpy(), want[1][f"exp_avg/{name}"])

@@ -32,7 +32,7 @@ import pithtrain
 from conftest import NO_SLURM
 from fake_run import FINISHES, HEAD, TAIL, WAITS_FOR_STOP, WORLD
 from harness import MODEL
-from pithtrain import checkpoint, cluster, rundir
+from pithtrain import catalog, cluster, rundir
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
 from test_data import make
@@ -411,14 +411,14 @@ def test_matrix_09_scancel(service: Service, straight: RunDir) -> None:
 def test_matrix_10_preempted_with_a_save_longer_than_the_grace(service: Service, straight: RunDir) -> None:
     """Everything of the save is on the disk but the rename that makes it count."""
     slow = f"""
-    _replace = checkpoint._replace
+    _finish = catalog.finish
 
-    def slow_replace(final, partial):
+    def slow_finish(final, partial, content):
         if ATTEMPT == 1 and int(final.name[-8:]) > {EVERY}:
             time.sleep(1000)
-        _replace(final, partial)
+        _finish(final, partial, content)
 
-    checkpoint._replace = slow_replace
+    catalog.finish = slow_finish
     """
     service.ask("scontrol update PartitionName=train GraceTime=5")
     try:
@@ -433,7 +433,33 @@ def test_matrix_10_preempted_with_a_save_longer_than_the_grace(service: Service,
     assert "Slurm took it back before it could save" in attempts(run)[0]["why"]
     assert resumed_at(run) == [EVERY]
     skipped = [row["reason"] for row in rundir.read_lines(run.events) if row["event"] == "skipped_checkpoint"]
-    assert any(reason.endswith("is a save that did not end") for reason in skipped)
+    assert any("is a save under way or cut off" in reason for reason in skipped)
+
+
+CANNOT_SAVE = """
+def run(spec, run_dir, place, watch):
+    emit(run_dir, place, place.attempt)
+    while place.attempt == 1:
+        watch.enter("step", 1)
+        if watch.should_stop():
+            raise RuntimeError("cannot save")
+        time.sleep(0.05)
+    return Outcome(spec.training.max_steps, True)
+"""
+
+
+def test_matrix_10_preempted_without_a_grace_time(service: Service) -> None:
+    """Slurm has queued the job again by the time its end is looked into, and tells no more of a preemption."""
+    service.ask("scontrol update PartitionName=train GraceTime=0")
+    try:
+        run = service.submit(None, setup=[service.engine(CANNOT_SAVE)])
+        service.until_step(run, 1)
+        preempt(service)
+        service.until_done(run)
+    finally:
+        service.ask("scontrol update PartitionName=train GraceTime=20")
+    assert ends(run) == [("killed", True), ("done", False)]
+    assert attempts(run)[0]["why"] == "preempted: the grace time was over; not saved, at step 1; restarts"
 
 
 def processes_on(node: str, job: str) -> list[int]:
@@ -453,6 +479,42 @@ def processes_on(node: str, job: str) -> list[int]:
 def test_matrix_11_a_node_dies(service: Service, straight: RunDir) -> None:
     run = service.submit()
     service.until_step(run, AT)
+    node_dies(service, run)
+    service.until_done(run)
+    same(run, straight)
+    assert [row["requeued"] for row in attempts(run)] == [True, False]
+    assert attempts(run)[0]["why"]
+    assert resumed_at(run) == [EVERY]
+
+
+# in slurm.py: the batch script asks after its job when the node is up again, if it is before the script is killed
+WHEN_IT_IS_UP = """
+import sys
+_show_job = show_job
+
+def show_job(job_id):
+    deadline = time.monotonic() + 8
+    while "after" in sys.argv and time.monotonic() < deadline:
+        if "n1 idle" in call("sinfo", "--noheader", "--Node", "--format=%N %T"):
+            break
+        time.sleep(0.1)
+    return _show_job(job_id)
+"""
+
+
+def test_matrix_11_a_node_dies_and_is_back_at_once(service: Service) -> None:
+    """By the time its end is looked into, nothing shows that a node was lost, and Slurm has queued the job again."""
+    engine = {"train_instead": HEAD + CANNOT_SAVE + TAIL, "world_instead": WORLD}
+    run = service.submit(None, setup=[service.faults(**engine, slurm_after=WHEN_IT_IS_UP)])
+    service.until_step(run, 1)
+    node_dies(service, run)
+    service.until_done(run)
+    assert ends(run) == [("killed", True), ("done", False)]
+    assert attempts(run)[0]["why"] == "node lost; not saved, at step 1; restarts"
+
+
+def node_dies(service: Service, run: RunDir) -> None:
+    """Node n1 dies with its half of the run; as soon as Slurm has noticed, it comes up again."""
     tasks = processes_on("n1", service.job(run))
     assert len(tasks) >= 4, "two ranks, a step daemon, which is named twice"
     kill_daemon(service, "slurmd-n1")
@@ -461,11 +523,6 @@ def test_matrix_11_a_node_dies(service: Service, straight: RunDir) -> None:
             os.kill(pid, signal.SIGKILL)
     service.until(run, lambda: cluster.status(service.cluster).nodes["n1"].startswith("down"))
     assert cluster.up(service.cluster)
-    service.until_done(run)
-    same(run, straight)
-    assert [row["requeued"] for row in attempts(run)] == [True, False]
-    assert attempts(run)[0]["why"]
-    assert resumed_at(run) == [EVERY]
 
 
 def kill_daemon(service: Service, daemon: str) -> None:
@@ -653,20 +710,18 @@ def small_disk(service: Service) -> Iterator[Path]:
 def test_matrix_20_the_disk_is_full(service: Service, straight: RunDir, small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     fills = f"""
-    _save = checkpoint.save
+    _begin = catalog.begin
 
-    def save(checkpoints, zero, world, position, about):
-        if ATTEMPT == 1 and position.step == {2 * EVERY} and world.rank == 0:
+    def begin(final):
+        if ATTEMPT == 1 and final.name == "step-{2 * EVERY:08d}":
             with contextlib.suppress(OSError), open({str(ballast)!r}, "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-        world.barrier()
-        return _save(checkpoints, zero, world, position, about)
+        return _begin(final)
 
-    import contextlib
-    checkpoint.save = save
+    catalog.begin = begin
     """
-    run = service.submit(fills)
+    run = service.submit(fills, sets=("distributed.save_timeout_s=10",))
     service.until_ended(run, "FAILED")
     status = service.status(run)
     assert status["attempt"] <= 2, "no retry loop: a second attempt finds the disk still full, and that is the end"
@@ -674,7 +729,7 @@ def test_matrix_20_the_disk_is_full(service: Service, straight: RunDir, small_di
     [first] = [row for row in attempts(run) if row["attempt"] == 1]
     assert re.search(r"step-00000020 cannot be written .*No space left .*older checkpoints are intact", first["why"])
     ballast.unlink()
-    checkpoint.read(checkpoint.folder(run.checkpoints, EVERY))
+    catalog.read(catalog.folder(run.checkpoints, EVERY))
     service.pithtrain("resume", run.path)
     service.until_done(run)
     same(run, straight)

@@ -6,6 +6,7 @@ is taken from what was imported.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from test_submit import FAILS_ON_ONE
 ROOT = Path(__file__).parent.parent
 SUBMIT = "submit-and-monitor/scripts/submit_and_monitor.py"
 DIAGNOSE = "diagnose-failed-run/scripts/diagnose.py"
+CONVERT = "convert-checkpoint/scripts/convert_checkpoint.py"
 
 
 def with_engine(folder: Path, train: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -258,3 +260,52 @@ def test_what_is_no_run_directory_is_said(arguments: list[str], tmp_path: Path) 
     lines = skill(DIAGNOSE, *(tmp_path / word for word in arguments))
     assert len(lines) == 1
     assert "RUN_DIRECTORY" in lines[0] or "is not a run directory" in lines[0]
+
+
+# ---- convert-checkpoint ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_exported_and_proven(tmp_path: Path) -> None:
+    from harness import make_spec
+    from test_convert import native
+
+    spec = make_spec(model={"tie_word_embeddings": True})
+    checkpoint = native(tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000000", spec, run="tiny")
+    run, hf = checkpoint.parents[1], tmp_path / "hf"
+    last = skill(CONVERT, run, hf)[-1]
+    assert last.startswith(f"PASS  {hf}: step 0, "), last
+    assert re.search(r"\d+ parameters bit for bit; transformers [\d.]+ loads it$", last)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "runs"], "nothing is left beside it"
+    lines = skill(CONVERT, checkpoint, tmp_path / "exact", "--dtype", "float32")
+    assert lines[-1].startswith("PASS")
+    assert "note: no tokenizer is written: the checkpoint names none" in lines
+
+    assert "exists already" in skill(CONVERT, run, hf)[-1]
+    assert skill(CONVERT, tmp_path, tmp_path / "out")[-1].startswith("FAIL  not exported: ")
+    assert skill(CONVERT, "nowhere", tmp_path / "out")[-1].startswith("FAIL  not exported: ")
+
+
+@pytest.mark.slow
+def test_an_export_that_is_not_the_checkpoint_fails(tmp_path: Path) -> None:
+    """Each of the proofs, with an engine whose export is wrong in a way that the ones before do not see."""
+    from harness import make_spec
+    from test_convert import native
+
+    checkpoint = native(tmp_path / "step-00000000", make_spec(), run="tiny")
+    for number, (old, new, said) in enumerate(
+        (
+            ("to(one.dtype)", "to(one.dtype).mul(0.5)", "FAIL  other values came back: model.embed_tokens.weight"),
+            ('**model.config.hf_config(), "dtype"', '**model.config.hf_config(), "num_hidden_layers": 5, "dtype"', ""),
+            ('"dtype": word,', '"dtype": "float33",', "FAIL  transformers cannot load it: "),
+        )
+    ):
+        folder = tmp_path / f"with-{number}"
+        package = folder / "pithtrain"
+        shutil.copytree(ROOT / "src" / "pithtrain", package, ignore=shutil.ignore_patterns("__pycache__"))
+        text = (package / "convert.py").read_text()
+        assert text.count(old) == 1
+        (package / "convert.py").write_text(text.replace(old, new))
+        env = {**os.environ, "PYTHONPATH": str(folder)}
+        assert skill(CONVERT, checkpoint, folder / "hf", env=env)[-1].startswith(said or "FAIL  `pithtrain import-hf`")
+        assert not (folder / "hf.check").exists()

@@ -1,8 +1,10 @@
 """The loop: stop and resume bitwise, what a resume may change, learning rates, non-finite numbers, its lines."""
 
+import errno
 import itertools
 import json
 import math
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,15 +15,17 @@ import pytest
 import torch
 
 from harness import MODEL, Pool, make_spec
-from pithtrain import checkpoint, rundir
+from pithtrain import catalog, checkpoint, rundir
 from pithtrain.build import build
-from pithtrain.errors import CheckpointError, DataError, NotFiniteError
+from pithtrain.errors import CheckpointError, DataError, NotFiniteError, RunFailed
+from pithtrain.events import Events
 from pithtrain.rundir import RunDir
 from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
 from pithtrain.train import Outcome, learning_rate, run
 from pithtrain.watch import Phase, Watch
 from pithtrain.world import Place, connect
 from pithtrain.zero import Zero
+from test_checkpoint import flip
 from test_data import make
 
 STEPS = 9
@@ -77,8 +81,8 @@ def trained(folder: Path, spec: RunSpec, step: int) -> dict[str, np.ndarray]:
     one = from_dict(alone)
     with connect(Place(0, 1, 0, "", 1), one.mesh, "cpu", one.distributed) as world:
         zero = build(one, world).zero
-        path = checkpoint.folder(RunDir(folder).checkpoints, step)
-        checkpoint.load(path, zero, world, checkpoint.read(path))
+        path = catalog.folder(RunDir(folder).checkpoints, step)
+        checkpoint.load(path, zero, world, catalog.read(path))
         return {
             f"{kind} {name}": getattr(one, kind).numpy()
             for name, one in zero.sharded.items()
@@ -99,10 +103,13 @@ def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
 def test_stopped_and_resumed_is_bitwise_the_straight_run(
     pool: Pool, corpus: Path, tmp_path: Path, mesh: tuple[int, int, int], stops: list[int]
 ) -> None:
-    """Also cases 117 and 118: the learning rates are those of the straight run."""
+    """Also cases 117 and 118: the learning rates are those of the straight run. With two stops, saves go on behind the
+    steps and the older ones are deleted."""
     spec = train_spec(corpus, *mesh)
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train(pool, spec, straight) == Outcome(STEPS, finished=True)
+    if len(stops) == 2:
+        spec = train_spec(corpus, *mesh, checkpoint={"interval": 1, "async_save": True, "keep_last": 2})
     at = 0
     for stop in stops:
         at += stop
@@ -152,13 +159,13 @@ def test_case_159_a_stop_while_it_starts_is_heard_at_the_next_boundary(
 def test_a_signal_that_comes_too_late_is_told_once(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = checkpoint.save
+    real = catalog.finish
 
-    def slow(*args: Any) -> Path:
+    def slow(*args: Any) -> None:
         time.sleep(0.7)
-        return real(*args)
+        real(*args)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(catalog, "finish", slow)
     for limit, count in (("10", 1), (None, 0)):
         slurm = {"time": limit, "signal_delay_s": 1}
         spec = train_spec(corpus, training={"max_steps": 2}, checkpoint={"interval": 1}, slurm=slurm)
@@ -175,16 +182,184 @@ def test_killed_between_checkpoints_repeats_and_loses_no_step(pool: Pool, corpus
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     train(pool, spec, straight)
     train(pool, spec, killed)
-    final = checkpoint.folder(RunDir(killed).checkpoints, STEPS)
-    (final / checkpoint.MARKER).unlink()  # as if killed inside the last save
-    newest = checkpoint.folder(RunDir(killed).checkpoints, 8)
-    (newest / checkpoint.MARKER).write_text("{")
+    final = catalog.folder(RunDir(killed).checkpoints, STEPS)
+    (final / catalog.MARKER).unlink()  # as if killed inside the last save
+    newest = catalog.folder(RunDir(killed).checkpoints, 8)
+    (newest / catalog.MARKER).write_text("{")
     assert train(pool, spec, killed) == Outcome(STEPS, finished=True)
     assert numbers(killed) == numbers(straight)
     skipped = [
         row["reason"] for row in rundir.read_lines(RunDir(killed).events) if row["event"] == "skipped_checkpoint"
     ]
     assert any("step-00000008 is incomplete" in reason for reason in skipped)
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in rundir.read_lines(RunDir(folder).events) if row["event"] == kind]
+
+
+@pytest.mark.parametrize(("first", "async_save"), [(8, False), (8, True), (4, True)])
+def test_a_full_disk_is_waited_for_and_costs_no_step(
+    pool: Pool, corpus: Path, tmp_path: Path, first: int, async_save: bool
+) -> None:
+    """An asynchronous save that failed is made anew from the state of the step that hears of it."""
+    keys = {"interval": 4, "async_save": async_save}
+    train(pool, train_spec(corpus, checkpoint=keys), tmp_path / "straight")
+    spec = train_spec(corpus, checkpoint=keys, distributed={"save_timeout_s": 20})
+    path = make_run(tmp_path / "run").path
+    assert pool.run(1, full_disk_job, spec.model_dump(mode="json"), path, first, 3) == [""]
+    assert numbers(path) == numbers(tmp_path / "straight")
+    failed = [(row["step"], row["message"]) for row in events(path, "save_failed")]
+    assert len(failed) == 3
+    assert all("No space left" in text and "tried again until 20 s are over" in text for _, text in failed)
+    heard = failed[0][0]
+    assert heard >= first
+    assert (heard > first) == async_save
+    assert [row["step"] for row in events(path, "saved")] == sorted({4, 8, STEPS} - {first} | {heard})
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_the_older_checkpoint(
+    pool: Pool, corpus: Path, tmp_path: Path
+) -> None:
+    spec = train_spec(corpus, checkpoint={"interval": 4}, distributed={"save_timeout_s": 1})
+    path = make_run(tmp_path).path
+    [message] = pool.run(1, full_disk_job, spec.model_dump(mode="json"), path, 8, -1)
+    assert re.search(r"step-00000008 cannot be written .*No space left.*older checkpoints are intact", message)
+    assert catalog.complete(RunDir(path).checkpoints, pytest.fail) == [catalog.folder(RunDir(path).checkpoints, 4)]
+    assert pool.run(1, full_disk_job, spec.model_dump(mode="json"), path, 8, 0) == [""]
+    assert [row["step"] for row in events(path, "resumed")] == [4]
+
+
+def full_disk_job(place: Place, fields: dict[str, Any], folder: Path, first: int, times: int) -> str:
+    """The disk is full from the save of step `first` on, `times` times (-1: for good). -> the error that ended it."""
+    begin, count = catalog.begin, 0
+
+    def full(final: Path) -> Path:
+        nonlocal count
+        if int(final.name[5:]) >= first and count != times:
+            count += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return begin(final)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "begin", full)
+        try:
+            run_job(place, fields, folder, None)
+        except RunFailed as error:
+            return str(error)
+    return ""
+
+
+def test_case_112_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    pool: Pool, corpus: Path, tmp_path: Path
+) -> None:
+    """Bits that changed behind the right sizes. Nothing is deleted; when all are damaged, that is the end."""
+    spec = train_spec(corpus, 1, 1, 2, checkpoint={"interval": 4})
+    train(pool, spec, tmp_path / "straight")
+    train(pool, spec, tmp_path / "run", stop_after=8)
+    checkpoints = RunDir(tmp_path / "run").checkpoints
+    newest, *older = catalog.complete(checkpoints, pytest.fail)
+    flip(newest, "exp_avg/model.norm.weight")
+    before = sorted(checkpoints.iterdir())
+    assert train(pool, spec, tmp_path / "run") == Outcome(STEPS, finished=True)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "straight")
+    [skipped] = events(tmp_path / "run", "skipped_checkpoint")
+    assert f"{newest} gives other numbers back" in skipped["reason"]
+    assert "exp_avg/model.norm.weight" in skipped["reason"]
+    assert events(tmp_path / "run", "resumed")[-1]["path"] == str(older[0])
+    assert set(before) <= set(checkpoints.iterdir())
+
+
+def test_when_every_checkpoint_is_damaged_nothing_begins_anew(corpus: Path, tmp_path: Path) -> None:
+    spec = train_spec(corpus, training={"max_steps": 2}, checkpoint={"interval": 1})
+    alone(spec, tmp_path)
+    for path in catalog.complete(RunDir(tmp_path).checkpoints, pytest.fail):
+        flip(path, "master/model.norm.weight")
+    before = lines(tmp_path)
+    with pytest.raises(CheckpointError, match="step-00000001 gives other numbers back than were saved"):
+        alone(train_spec(corpus, training={"max_steps": 3}), tmp_path)
+    assert lines(tmp_path) == before
+
+
+def test_case_122_tensors_that_are_missing_unexpected_or_misshapen_are_all_named(corpus: Path, tmp_path: Path) -> None:
+    spec = train_spec(corpus, training={"max_steps": 2})
+    alone(spec, tmp_path)
+    marker = catalog.folder(RunDir(tmp_path).checkpoints, 2) / catalog.MARKER
+    content = json.loads(marker.read_text())
+    tensors = content["tensors"]
+    tensors["master/stray"] = tensors.pop("master/model.norm.weight")
+    tensors["exp_avg/lm_head.weight"]["shape"] = [1, 2]
+    marker.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as error:
+        alone(train_spec(corpus, training={"max_steps": 3}), tmp_path)
+    assert str(error.value).splitlines()[1:] == [
+        "  missing: master/model.norm.weight",
+        "  unexpected: master/stray",
+        "  shape of exp_avg/lm_head.weight: [1, 2] there, [96, 32] here",
+    ]
+
+
+def test_thousands_of_wrong_names_are_told_by_their_pattern() -> None:
+    want = {f"model.layers.{layer}.mlp.experts.{e}.up_proj": (4, 2) for layer in range(48) for e in range(128)}
+    have = {**want, "model.layers.3.mlp.experts.7.up_proj": (2, 4)}
+    with pytest.raises(CheckpointError, match=r"\n  shape of model.layers.3.mlp.experts.7.up_proj: \[2, 4\] there"):
+        catalog.check_tensors(Path("x"), have, want)
+    with pytest.raises(CheckpointError) as error:
+        catalog.check_tensors(Path("x"), {}, want)
+    assert str(error.value).splitlines()[1:] == ["  missing: model.layers.*.mlp.experts.*.up_proj (6144 of them)"]
+
+
+def test_case_114_an_end_waits_for_the_save_behind_it(
+    pool: Pool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk, and asynchronous saves: when the run says done, or saved, it is on the disk; not before."""
+    told: list[tuple[str, bool]] = []
+    finish, event = catalog.finish, Events.event
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        finish(*args)
+
+    def listen(self: Events, kind: str, **fields: Any) -> None:
+        if kind in ("saved", "done"):
+            told.append((kind, catalog.read(catalog.folder(self.run.checkpoints, fields["step"]))["step"] > 0))
+        event(self, kind, **fields)
+
+    monkeypatch.setattr(catalog, "finish", slow)
+    monkeypatch.setattr(Events, "event", listen)
+    spec = train_spec(corpus, checkpoint={"interval": 2, "async_save": True, "keep_last": 1})
+    assert alone(spec, tmp_path) == Outcome(STEPS, finished=True)
+    assert told[-2:] == [("saved", True), ("done", True)]
+    assert all(there for _, there in told)
+    assert [path.name for path in RunDir(tmp_path).checkpoints.iterdir()] == [f"step-{STEPS:08d}"]
+    saved = events(tmp_path, "saved")
+    assert all(row["write_s"] >= 0.3 for row in saved)
+    assert saved[0]["stall_s"] < 0.3, "training did not wait for the disk"
+
+
+def test_the_last_step_is_exported_once_and_another_run_begins_with_it(
+    pool: Pool, corpus: Path, tmp_path: Path
+) -> None:
+    """`export_hf: final` by two ranks, then `init_from` of the folder, of the checkpoint and of the run: equal first
+    losses but for the folder's bfloat16. A run's own checkpoint goes before it."""
+    spec = train_spec(corpus, 1, 1, 2, checkpoint={"export_hf": "final"}, training={"max_steps": 3})
+    train(pool, spec, tmp_path / "first")
+    first = RunDir(tmp_path / "first")
+    out = first.hf / "step-00000003"
+    assert {"config.json", "model.safetensors"} <= {file.name for file in out.iterdir()}
+    train(pool, spec, tmp_path / "first")  # there is nothing to do, and nothing to export
+    assert [row["step"] for row in events(tmp_path / "first", "exported")] == [3]
+
+    losses = []
+    for name, source in (("run", first.path), ("checkpoint", first.checkpoints / "step-00000003"), ("hf", out)):
+        fields = {**spec.model_dump(mode="json"), "init_from": str(source), "checkpoint": {}}
+        train(pool, from_dict(fields), tmp_path / name, stop_after=2)
+        train(pool, from_dict(fields), tmp_path / name)
+        assert [row["step"] for row in lines(tmp_path / name)] == [1, 2, 3], "a resume does not begin with it again"
+        losses.append(lines(tmp_path / name)[0]["loss"])
+    began = lines(tmp_path / "first")[0]["loss"]
+    assert losses[0] == losses[1] != began
+    assert losses[2] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_resume_on_another_mesh_goes_on_as_if_nothing_happened(pool: Pool, corpus: Path, tmp_path: Path) -> None:
@@ -260,6 +435,19 @@ def test_a_line_holds_what_the_file_promises(corpus: Path, tmp_path: Path) -> No
         assert row[key] is not None
 
 
+def test_case_111_the_run_says_what_decays(corpus: Path, tmp_path: Path) -> None:
+    spec = train_spec(corpus, training={"max_steps": 2}, optimizer={"weight_decay": 0.1})
+    alone(spec, tmp_path)
+    [told] = events(tmp_path, "weight_decay")
+    assert told["value"] == 0.1
+    assert "model.layers.*.mlp.experts.down_proj" in told["decayed"]
+    assert told["kept"] == sorted(
+        ["model.norm.weight"]
+        + [f"model.layers.*.{name}_layernorm.weight" for name in ("input", "post_attention")]
+        + [f"model.layers.*.self_attn.{name}_norm.weight" for name in "qk"]
+    )
+
+
 def test_non_finite_gradient_stops_the_run_and_keeps_the_last_checkpoint(corpus: Path, tmp_path: Path) -> None:
     constant = {"lr_scheduler": {"type": "constant"}}
     spec = train_spec(corpus, training={"max_steps": 3}, checkpoint={"interval": 1}, **constant)
@@ -268,7 +456,7 @@ def test_non_finite_gradient_stops_the_run_and_keeps_the_last_checkpoint(corpus:
     raised = {**huge.model_dump(mode="json"), "training": {**spec.training.model_dump(mode="json"), "max_steps": 9}}
     with pytest.raises(NotFiniteError, match=r"at step 5, and at 1 of the steps up to 5; .* step 5 is saved"):
         alone(from_dict(raised), tmp_path)
-    marks = [json.loads(p.read_text()) for p in sorted(RunDir(tmp_path).checkpoints.glob(f"*/{checkpoint.MARKER}"))]
+    marks = [json.loads(p.read_text()) for p in sorted(RunDir(tmp_path).checkpoints.glob(f"*/{catalog.MARKER}"))]
     assert [(mark["step"], mark["updates"]) for mark in marks] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fake_run import FINISHES, WAITS_FOR_STOP, change_snapshot, ends, is_waiting, make_run, start_workers, wait_for
 from harness import MODEL, make_spec
-from pithtrain import checkpoint, jobs, rundir, watch
+from pithtrain import catalog, jobs, rundir, watch
 from pithtrain.rundir import RunDir
 from test_data import make
 
@@ -397,7 +397,7 @@ def test_case_158_a_signal_to_rank_1_stops_all_at_one_step(tmp_path: Path, devic
     assert [end[0] for end in ends([zero, one])] == [0, 0]
     stopped = (rundir.read_json(run.requeue) or {})["step"]
     assert steps(run) == list(range(1, stopped + 1))
-    assert checkpoint.read(checkpoint.folder(run.checkpoints, stopped))["step"] == stopped
+    assert catalog.read(catalog.folder(run.checkpoints, stopped))["step"] == stopped
     assert kinds(run) == ["preflight", "started", "saved", "saved", "preempted"]
     saved = [row for row in rundir.read_lines(run.events) if row["event"] == "saved"]
     assert [row["requested"] for row in saved] == [True, False]
@@ -511,25 +511,24 @@ def test_case_162_a_rank_that_dies_while_another_writes_spoils_no_checkpoint(tmp
     run = real_run(tmp_path, max_steps=6, interval=2)
     before = (run.code / "pithtrain" / "checkpoint.py").read_text()
     slow_and_dead = """
-_put = _replace
+_sync = catalog._sync
 
-def _replace(final, partial):
-    import time
-    while final.name == "step-00000004":
+def _slow(path):
+    while path.name == "step-00000004.partial":  # the marker stands, the rename is to come
         time.sleep(0.1)
-    _put(final, partial)
+    _sync(path)
 
-_barrier = World.barrier
+catalog._sync = _slow
+_told = World.from_rank_zero
 
-def _dies(self):
-    if RANK_1 and os.path.exists(os.environ["SECOND"] + "/.metadata"):
-        import time
+def _dies(self, value, group=None):
+    if RANK_1 and group is not None and os.path.exists(os.environ["SECOND"] + "/.metadata"):
         while not os.path.exists(os.environ["SECOND"] + "/checkpoint.json"):
             time.sleep(0.05)
         os._exit(1)
-    _barrier(self)
+    return _told(self, value, group)
 
-World.barrier = _dies
+World.from_rank_zero = _dies
 """
     add(run, "checkpoint", slow_and_dead)
     partial = run.checkpoints / "step-00000004.partial"

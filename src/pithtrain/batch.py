@@ -211,17 +211,26 @@ def node_problems(run: RunDir, spec: RunSpec) -> list[str]:
 
 # ---- after -----------------------------------------------------------------------------------------------------------
 
-Ending = Literal["cancelled (scancel)", "time limit", "node lost", "preempted: the grace time was over", "unknown"]
+Ending = Literal[
+    "cancelled (scancel)",
+    "time limit",
+    "node lost",
+    "preempted: the grace time was over",
+    "queued again by Slurm",  # for a reason that it does not tell, `scontrol requeue` among them
+    "unknown",
+]
+# what Slurm writes into the batch script's log when it kills a job that it has queued again
+KILLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO (NODE FAILURE|PREEMPTION)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What is known when all ranks are gone. Steps are the highest finished ones; None: there was none.
 
-    `cancelled`: `pithtrain cancel` asked for this end. `ending`: Slurm is already taking the job back, and
-    `slurm_requeues` it by itself. `preempted`: Slurm says so. `retry`: the cause may pass by itself. `crashes`: crashes
-    of this job before this one, `last_crash_step` how far the run was at the newest of them. `idle`: attempts in a row,
-    this one included, that gained no step.
+    `cancelled`: `pithtrain cancel` asked for this end. `ending`: Slurm is already taking the job back, and has
+    queued it again where `slurm_requeues`. `preempted`: Slurm says so. `retry`: the cause may pass by itself.
+    `crashes`: crashes of this job before this one, `last_crash_step` how far the run was at the newest of them. `idle`:
+    attempts in a row, this one included, that gained no step.
     """
 
     exit_code: int
@@ -263,8 +272,10 @@ def decide(facts: Facts) -> Verdict:
     ended = "stopped" if saved else "killed"
     if facts.cancelled:
         return Verdict("leave", "stopped" if saved else "cancelled", f"cancelled; {state}", 0 if saved else code)
-    if facts.ending in ("cancelled (scancel)", "unknown"):
+    if facts.ending == "cancelled (scancel)":
         return Verdict("leave", ended if saved else "cancelled", f"{facts.ending}; {state}", code)
+    if facts.ending == "unknown":  # nobody is known to have cancelled it: should Slurm start the job again, it goes on
+        return Verdict("leave", ended, f"{facts.ending}; {state}", code)
     if facts.idle >= MAX_IDLE:
         last = facts.ending or (f"stopped by {facts.reason}" if saved else facts.cause)
         return Verdict(
@@ -351,7 +362,9 @@ def gather(run: RunDir, attempt: int, job_id: str, exit_code: int) -> Facts:
     stop, requeue = rundir.stamp(run.stop, attempt), rundir.stamp(run.requeue, attempt)
     about = ask_for_job(job_id, 120.0)
     preempted = about.get("PreemptTime", "None") not in ("None", "Unknown", "")
-    ending, slurm_requeues = how_it_ends(about, preempted)
+    log = run.slurm / f"{job_id}_0_log.err"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    ending, slurm_requeues = how_it_ends(about, preempted, text.rpartition(jobs.header(attempt))[2])
     entry = job_entry(run, job_id)
     first = entry.get("first", entry.get("attempt", attempt))
     crashed = [row for row in rundir.read_lines(run.attempts) if first <= row["attempt"] < attempt and row.get("crash")]
@@ -379,36 +392,27 @@ def gather(run: RunDir, attempt: int, job_id: str, exit_code: int) -> Facts:
     )
 
 
-def how_it_ends(about: dict[str, str], preempted: bool) -> tuple[Ending | None, bool]:
-    """Why Slurm is taking the job back, None where it is not, and whether it will queue it again by itself.
+def how_it_ends(about: dict[str, str], preempted: bool, log: str) -> tuple[Ending | None, bool]:
+    """Why Slurm is taking the job back, None where it is not, and whether it has queued it again.
 
-    The word for a job that is being killed, COMPLETING, hides the reason.
+    `log`: what this attempt's batch script wrote. The word for a job that is being killed, COMPLETING, hides the
+    reason, and most of what told it may be gone by now: a lost node is up again, and a job that is queued again shows
+    no PreemptTime, RunTime or Reason. Its count of restarts stays. Slurm raises it as it kills the job, above the count
+    that this attempt began with, and not for a scancel. Where Slurm does not queue it again, the Reason stays instead.
     """
+    if int(about.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+        said = [*KILLED.findall(log), ""][0]  # words for people: the job goes on whatever the log says
+        words: dict[str, Ending] = {"NODE FAILURE": "node lost", "PREEMPTION": "preempted: the grace time was over"}
+        return words.get(said, "queued again by Slurm"), True
     state = about.get("JobState", "unknown")
     if state not in slurm.ENDED | {"COMPLETING", "unknown"}:
         return None, True
     if state == "unknown":
         return "unknown", False
     if preempted:
-        try:
-            partition = slurm.call("scontrol", "show", "partition", "--oneliner", about.get("Partition", ""))
-        except (SlurmError, OSError):
-            partition = ""
-        return "preempted: the grace time was over", slurm.fields(partition).get("PreemptMode") != "CANCEL"
-    if lost_nodes():
-        return "node lost", True
-    if slurm.seconds(about.get("RunTime", "0")) >= slurm.seconds(about.get("TimeLimit", "UNLIMITED")):
-        return "time limit", False
-    return "cancelled (scancel)", False
-
-
-def lost_nodes() -> list[str]:
-    """The nodes of this job that are down."""
-    try:
-        said = slurm.call("scontrol", "show", "node", "--oneliner", os.environ["SLURM_JOB_NODELIST"])
-    except (SlurmError, OSError):
-        return []
-    return [node.name for node in slurm.read_nodes(said) if re.search(r"DOWN|NOT_RESPONDING|\*", node.state)]
+        return "preempted: the grace time was over", False
+    reasons: dict[str, Ending] = {"NodeDown": "node lost", "TimeLimit": "time limit"}
+    return reasons.get(about.get("Reason", ""), "cancelled (scancel)"), False
 
 
 def ask_for_job(job_id: str, seconds: float) -> dict[str, str]:

@@ -86,7 +86,7 @@ def initialise(zero: Zero, seed: int) -> None:
     for one in zero.sharded.values():
         info = one.info
         if info.init == "normal":
-            row_size = info.size // one.whole_shape[0]
+            row_size = info.size // info.stored_shape[0]
             normal_(one.master, seed, info.name, one.first_row * row_size, info.std)
         else:
             one.master.fill_(1.0 if info.init == "ones" else 0.0)

@@ -8,20 +8,30 @@ code is the error's own (`errors`): a traceback here means our mistake, never th
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from pithtrain import jobs, rundir, show, slurm, worker
+from pithtrain import catalog, jobs, rundir, show, slurm, worker
 from pithtrain import submit as starting
-from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
+from pithtrain.errors import (
+    CheckpointError,
+    PithtrainError,
+    RunDirError,
+    RunFailed,
+    SlurmError,
+    SpecError,
+    StoppedEarly,
+)
 from pithtrain.plan import plan as make_plan
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
@@ -44,6 +54,12 @@ Set = Annotated[
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, directory or job id.", show_default=False)]
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="The folder that holds the run directories.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
 
 DEMO_LOSS = 5.3  # nats per token, mean of the last 20 steps: what `make demo` must reach from ln(4096) = 8.3
 MEAN_OVER = 20
@@ -92,7 +108,7 @@ def tokenize(
     """Turn text into token shards."""
     from pithtrain import corpus
 
-    with _progress() as progress:
+    with _progress(lambda tokens: f"{tokens:,} tokens") as progress:
         report = corpus.tokenize(
             inputs, output, tokenizer, text_key=text_key, eos=eos, overwrite=overwrite, progress=progress
         )
@@ -430,6 +446,111 @@ def stacks(run: Run, output_dir: OutputDir = Path("runs")) -> None:
     print(jobs.dump_stacks(rundir.find(run, output_dir)))
 
 
+@app.command(epilog=example("pithtrain inspect tiny", "pithtrain inspect runs/tiny/checkpoints/step-00000200 --verify"))
+def inspect(
+    what: Annotated[
+        str, typer.Argument(metavar="RUN|FOLDER", help="A run, or the folder of a checkpoint.", show_default=False)
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every tensor; compare it with what was saved.")
+    ] = False,
+    output_dir: OutputDir = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Tell what a checkpoint holds, each tensor with its shape and norm; of a run, all of them, and the newest in full.
+
+    Reads names, sizes and one small file. Exit code 1: none is complete, or --verify found what is not as it was saved.
+    """
+    root, skipped = Path(what).absolute(), list[str]()
+    if not root.is_dir() or any((path / "spec.yaml").exists() for path in (root, output_dir / what)):
+        root = rundir.find(what, output_dir).checkpoints
+    folders = catalog.complete(root, skipped.append) if root.name == "checkpoints" else [root]
+    rows, newest = list[dict[str, Any]](), None
+    for path in folders:
+        try:
+            if path.suffix in (".partial", ".removed"):  # though its marker may be there
+                raise catalog.IncompleteError(f"{path.name} is incomplete, as its name says")
+            content = catalog.read(path)
+        except catalog.IncompleteError as error:  # the one that was named; or it was deleted meanwhile
+            skipped.append(str(error))
+            continue
+        size = sum(content["files"].values()) + (path / catalog.MARKER).stat().st_size
+        rows.append({"path": str(path), "bytes": size, **{key: content.get(key) for key in show.INSPECTED}})
+        newest = newest or {**rows[-1], **content}
+    problems = list(_differences(Path(newest["path"]))) if verify and newest is not None else None
+    if as_json:
+        print(json.dumps({"checkpoints": rows, "skipped": skipped, "newest": newest, "problems": problems}))
+    else:
+        for part in show.inspected(rows, skipped, newest, problems):
+            show.console().print(part)
+    if newest is None or problems:
+        raise SystemExit(1)
+
+
+def _differences(path: Path) -> Iterator[str]:
+    """Each tensor of a checkpoint that is not what its marker says, read one at a time."""
+    from pithtrain import checkpoint
+
+    try:
+        reader = checkpoint.Reader(path)
+    except checkpoint.DamagedError as error:
+        yield str(error)
+        return
+    tensors = reader.content["tensors"]
+    with _progress(lines=True) as progress:
+        for number, (key, about) in enumerate(tensors.items(), 1):
+            try:
+                tensor = reader.tensor(key)  # compares the sum
+            except CheckpointError as error:
+                yield str(error)
+                continue
+            norm = float(checkpoint.norm_of(tensor))
+            if list(tensor.shape) != about["shape"] or not math.isclose(norm, about["norm"], rel_tol=1e-6):
+                yield f"{path}: {key} is {list(tensor.shape)} with norm {norm}, and was saved as {about}"
+            progress(number, len(tensors), key)
+
+
+@app.command(
+    name="export-hf",
+    epilog=example("pithtrain export-hf tiny hf/tiny", "pithtrain export-hf STEP_FOLDER hf/tiny --dtype float32"),
+)
+def export_hf(
+    source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run, or a checkpoint.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)],
+    dtype: Annotated[Dtype, typer.Option(help="Of the matrices; norms and routers stay float32.")] = Dtype.bfloat16,
+    output_dir: OutputDir = Path("runs"),
+) -> None:
+    """Write a run's newest checkpoint, or any other, as a Hugging Face folder, tokenizer included. No GPU."""
+    import torch
+
+    from pithtrain import convert
+
+    path = Path(source) if Path(source).is_dir() else rundir.find(source, output_dir).path
+    with _progress(lines=True) as progress:
+        size = convert.export_hf(path, out, getattr(torch, dtype), note=_note, progress=progress)
+    print(f"{out}: {size / 2**30:.2f} GiB, {dtype}")
+
+
+@app.command(name="import-hf", epilog=example("pithtrain import-hf Qwen3-30B-A3B checkpoints/qwen3-30b"))
+def import_hf(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A Hugging Face folder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to make.", show_default=False)],
+    architecture: Annotated[
+        str | None, typer.Option(help="A folder of pithtrain/models; the config's model_type otherwise.")
+    ] = None,
+) -> None:
+    """Write a Hugging Face folder as a checkpoint of weights, for `init_from`, which takes the folder itself too."""
+    from pithtrain import convert
+
+    with _progress(lines=True) as progress:
+        convert.import_hf(source, out, architecture, _note, progress)
+    print(f"{out}\n  begin with it:  {show.me()} submit CONFIG --set init_from={shlex.quote(str(out))}")
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
 def _wait(run: RunDir) -> None:
     """Stay until the run has ended, printing about twenty lines of the loss; raise if it did not succeed."""
     max_steps = jobs.state(run).max_steps or 1
@@ -512,16 +633,23 @@ def cluster_status(folder: Folder = None) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Generator[Callable[[int, int, int], None], None, None]:
-    """A bar on stderr for corpus's (bytes read, bytes in all, tokens written); nothing where no one looks."""
+def _progress(
+    describe: Callable[[Any], str] = str, lines: bool = False
+) -> Generator[Callable[[int, int, Any], None], None, None]:
+    """A bar on stderr for (bytes done, bytes in all, what `describe` words); elsewhere a line each 10 % if `lines`."""
     from rich.console import Console
     from rich.progress import Progress
 
+    told = 0
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task("tokenizing", total=None)
+        task = bar.add_task("", total=None)
 
-        def update(read: int, size: int, tokens: int) -> None:
-            bar.update(task, completed=read, total=size, description=f"{tokens:,} tokens")
+        def update(done: int, size: int, what: Any) -> None:
+            nonlocal told
+            bar.update(task, completed=done, total=size, description=describe(what))
+            if lines and bar.disable and (percent := 100 * done // size // 10 * 10) > told:
+                print(f"{percent:3d} %  {describe(what)}", file=sys.stderr)
+                told = percent
 
         yield update
 

@@ -103,6 +103,8 @@ class Plan:
     rank_weight_bytes: tuple[int, ...]
     rank_gradient_bytes: tuple[int, ...]
     rank_optimizer_bytes: tuple[int, ...]  # masters and two moments, sharded
+    checkpoint_bytes: int  # on the disk, each; on GPUs or with async_save as much host memory over all nodes
+    nodes: int
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -133,6 +135,11 @@ class Plan:
                 f"{self.rank_bytes[worst] / gib:.2f} GiB at most (weights {self.rank_weight_bytes[worst] / gib:.2f}, "
                 f"main gradients {self.rank_gradient_bytes[worst] / gib:.2f}, masters and moments "
                 f"{self.rank_optimizer_bytes[worst] / gib:.2f}); activations come on top",
+            ),
+            (
+                "checkpoint",
+                f"{self.checkpoint_bytes / gib:.2f} GiB, and page-locked host memory of "
+                f"{self.checkpoint_bytes / self.nodes / gib:.2f} GiB per node (not with synchronous saves on a CPU)",
             ),
         ]
         return "\n".join(f"{key:<17} {value}" for key, value in lines)
@@ -199,4 +206,6 @@ def plan(spec: RunSpec) -> Plan:
         rank_weight_bytes=tuple(weights),
         rank_gradient_bytes=tuple(gradients),
         rank_optimizer_bytes=tuple(optimizer),
+        checkpoint_bytes=3 * wide * sum(parameter.size for parameter in config.parameters()),
+        nodes=spec.slurm.nodes,
     )

@@ -12,6 +12,7 @@ answered by reading files, on any machine that sees the folder, without the proc
         errors/attempt-1/rank-3.json        time, type, message, traceback, written by the dying rank itself
         metrics.jsonl  events.jsonl         one line a logged step, one line an event
         checkpoints/step-00000100/          complete or invisible (checkpoint.py)
+        hf/step-00000100/                   the same in Hugging Face form, where checkpoint.export_hf asks for it
         wandb/  wandb.id                    the id is made with the directory: one W&B run over all attempts
         DONE STOP REQUEUE                   markers, stamped with the attempt; stale ones are cleared at attempt start
 
@@ -88,6 +89,7 @@ class RunDir:
     events = _At("events.jsonl")
     heartbeat = _At("heartbeat.json")
     checkpoints = _At("checkpoints")
+    hf = _At("hf")
     wandb_id = _At("wandb.id")
     done = _At("DONE")
     stop = _At("STOP")

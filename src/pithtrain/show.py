@@ -1,6 +1,8 @@
 """What the commands print: tables and summaries for people, as text. Programs read `--json`, which never comes here."""
 
+import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -119,6 +121,66 @@ def submitted(run: RunDir, spec: RunSpec, job: dict[str, Any], notes: Sequence[s
         lines.append(f"  W&B        {address}")
     lines += [f"  {command:<9}  {me()} {command} {run.path}" for command in ("status", "logs", "cancel", "resume")]
     return "\n".join(lines)
+
+
+INSPECTED = ("step", "kind", "tokens", "saved_at")  # of a checkpoint's marker, for the line that it has in a list
+
+
+def inspected(
+    rows: Sequence[dict[str, Any]],
+    skipped: Sequence[str],
+    newest: dict[str, Any] | None,
+    problems: Sequence[str] | None,
+) -> Iterable[Table | Text]:
+    """What `inspect` found: one line a complete checkpoint, what was skipped, and all of the newest one's marker."""
+    if len(rows) > 1 or (rows and skipped):
+        table = Table("step", "kind", "tokens", "size", "saved", "folder", box=None, pad_edge=False)
+        for row in reversed(rows):
+            age, size = words(time.time() - row["saved_at"]), _size(row["bytes"])
+            name = Path(row["path"]).name
+            table.add_row(str(row["step"]), row["kind"], f"{row['tokens'] or 0:,}", size, f"{age} ago", Text(name))
+        yield table
+    yield from (Text(f"not counted: {reason}") for reason in skipped)
+    if newest is None:
+        yield Text("there is no complete checkpoint")
+        return
+    model, when = newest["model"], time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest["saved_at"]))
+    sizes = [f"{key} {value}" for key, value in model.items() if re.fullmatch("num_.*|.*_size", key)]
+    mesh = " ".join(f"{axis}={size}" for axis, size in newest["mesh"].items()) if newest["mesh"] else "one process"
+    facts = {
+        "step": f"{newest['step']}: {newest['updates']} updates, {newest['samples']:,} sequences",
+        "tokens": f"{newest['tokens'] or 0:,}",
+        "holds": "weights, moments and position" if newest["kind"] == "full" else "weights alone, for init_from",
+        "run": f"{newest.get('run') or '-'}, spec {newest.get('spec_hash') or '-'}",
+        "model": ", ".join([model["architecture"], *sizes]),
+        "tokenizer": f"{newest.get('tokenizer') or '-'} {newest.get('tokenizer_path') or ''}",
+        "written": f"{when} by torch {newest['torch']} on {mesh}",
+        "size": f"{_size(newest['bytes'])} in {len(newest['files']) + 1} files",
+    }
+    lines = [f"{label:<9}  {text}" for label, text in facts.items()]
+    yield Text("\n".join([f"\n{newest['path']}", *lines, ""]))
+    yield _tensors(newest["tensors"])
+    if problems is not None:
+        yield Text("\nverified: every tensor is the one that was saved" if not problems else "\n".join(["", *problems]))
+
+
+def _tensors(tensors: dict[str, dict[str, Any]]) -> Table:
+    """One line a parameter, as stored: the experts of a layer are one matrix [E * out, in]."""
+    kinds = [kind for kind in ("master", "exp_avg", "exp_avg_sq") if any(key.startswith(f"{kind}/") for key in tensors)]
+    table = Table("parameter", "shape", "type", *(f"norm of {kind}" for kind in kinds), box=None, pad_edge=False)
+    names = [key.partition("/")[2] for key in tensors if key.startswith("master/")]
+    for name in names:
+        of = [tensors[f"{kind}/{name}"] for kind in kinds]
+        table.add_row(name, Text(str(of[0]["shape"])), of[0]["dtype"], *(f"{one['norm']:.6g}" for one in of))
+    count = sum(math.prod(tensors[f"master/{name}"]["shape"]) for name in names)
+    norms = [math.hypot(*(tensors[f"{kind}/{name}"]["norm"] for name in names)) for kind in kinds]
+    table.add_row(f"{len(names)} parameters", f"{count:,}", "", *(f"{norm:.6g}" for norm in norms))
+    return table
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"
 
 
 def demo_summary(run: RunDir, seconds: float, final: float, mean_over: int) -> Table:

@@ -226,13 +226,19 @@ class ValidationSection(Strict):
 
 
 class CheckpointSection(Strict):
-    """Full state on disk. The last step of a run is always saved."""
+    """Full state on disk, 12 bytes per parameter a step. Whatever stands here, a run saves at its last step, where it
+    is stopped and where it is asked to.
 
-    interval: Positive | None = _key(None, "steps between saves; null: the last step alone")
-    keep_last: Positive | None = _later(None, "newest checkpoints kept; null: all")
-    keep_interval: Positive | None = _later(None, "steps whose multiples are kept for good")
-    async_save: bool = _later(False, "write while training goes on")
-    export_hf: bool = _later(False, "the last checkpoint in Hugging Face form too")
+    keep_last: an older one goes once the next is whole on the disk, which so needs room for one more. async_save:
+    training waits for a copy to host memory (12 bytes per parameter over all ranks) instead of the write; a save that
+    finds the one before unfinished waits for it, and so does the end of the run.
+    """
+
+    interval: Positive | None = _key(None, "steps between saves: what a crash may cost; null: none but those above")
+    keep_last: Positive | None = _key(None, "newest checkpoints kept; null: all")
+    keep_interval: Positive | None = _key(None, "steps whose multiples are kept for good; null: none beside keep_last")
+    async_save: bool = _key(False, "write while training goes on")
+    export_hf: Literal["final"] | None = _key(None, "final: the last step in Hugging Face form too, in bfloat16")
 
 
 class WandbSection(Strict):
@@ -327,7 +333,11 @@ class RunSpec(Strict):
         description="names the run's folder in output_dir: at most 100 letters, digits, '.', '_', '-', no sign first"
     )
     output_dir: Location = _key(Path("runs"), "where run directories are made")
-    init_from: Location | None = _later(None, "checkpoint whose weights alone are taken")
+    init_from: Location | None = _key(
+        None,
+        "Hugging Face folder, checkpoint or run directory whose weights a run without a checkpoint of its own begins "
+        "with; moments, schedule and data begin anew. null: weights from training.seed",
+    )
     resume: Annotated[Text, BeforeValidator(_resume)] = _key(
         "auto", "a path: where a run without a checkpoint of its own begins. Its own newest complete one always wins"
     )
@@ -485,6 +495,29 @@ def _check_data(data: DataSection) -> Problems:
         yield Problem("data.epochs", data.epochs, rule, "give one of the two")
 
 
+def _check_checkpoint(checkpoint: CheckpointSection) -> Problems:
+    at, kept, every = "checkpoint.keep_interval", checkpoint.keep_interval, checkpoint.interval
+    if kept is None:
+        return
+    if checkpoint.keep_last is None:
+        rule = "has no effect with keep_last: null, which keeps every checkpoint"
+        yield Problem(at, kept, rule, f"set checkpoint.keep_last, or {at} to null")
+    if every is None:
+        rule = "has no effect with interval: null, which saves at no multiple of anything"
+        yield Problem(at, kept, rule, f"set checkpoint.interval, or {at} to null")
+    elif kept % every:
+        near = sorted({max(every, kept - kept % every), kept - kept % every + every})
+        rule = f"must be a multiple of checkpoint.interval = {every}, the steps that are saved"
+        yield Problem(at, kept, rule, f"nearest: {' or '.join(map(str, near))}")
+
+
+def _check_beginning(init_from: Path | None, resume: str) -> Problems:
+    if init_from is not None and resume != "auto":
+        rule = f"is one beginning and resume = {show(resume)} another: weights alone, or full state"
+        hint = "drop one: the run's own newest checkpoint comes before either"
+        yield Problem("init_from", init_from, rule, hint)
+
+
 OWN_ENVIRONMENT = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH|(SLURM|SUBMITIT|PITHTRAIN)_.*")
 OWN_OPTIONS = (
     *SlurmSection.model_fields,
@@ -526,12 +559,12 @@ def _secret(path: str) -> Problem:
     return Problem(path, "...", "looks like a secret, and a spec is kept and shown", hint)
 
 
-def _check_words(output_dir: Path, data: DataSection, logging: LoggingSection) -> Problems:
+def _check_words(output_dir: Path, init_from: Path | None, data: DataSection, logging: LoggingSection) -> Problems:
     if "%" in str(output_dir) or "\\" in str(output_dir):
         yield Problem("output_dir", output_dir, "holds a % or a \\, which Slurm reads as its own in file names")
     places = {f"data.sources.{number}.path": str(source.path) for number, source in enumerate(data.sources)}
     for path, text in [
-        *_texts(places | {"output_dir": str(output_dir)}, ""),
+        *_texts(places | {"output_dir": str(output_dir), "init_from": str(init_from)}, ""),
         *_texts(dict(logging.wandb), "logging.wandb"),
     ]:
         if SECRET.search(text):
@@ -579,7 +612,8 @@ def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], 
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype
-    for check in (*checks, _check_lr, _check_moe, _check_data, _check_words, _check_slurm):
+    checks += _check_lr, _check_moe, _check_data, _check_checkpoint, _check_beginning, _check_words, _check_slurm
+    for check in checks:
         needed = inspect.signature(check).parameters
         if needed.keys() <= parts.keys():
             yield from check(*(parts[name] for name in needed))
@@ -663,7 +697,7 @@ _WORDS = {  # what pydantic says, and what we say
     "a valid tuple": "a list",
     "a valid integer": "a whole number",
     "a valid boolean": "true or false",
-    "Input is not a valid path.*": "must be a path",
+    "an instance of Path": "a path",
     "a valid": "a",
     "None": "null",
 }
@@ -707,6 +741,8 @@ def _problem(detail: Any, prefix: str, known: Mapping[str, str]) -> Problem:
         hint = "leave the section out to take its defaults"
     elif kind == "string_type" and isinstance(value, int | float):
         hint = "quote it"
+    elif path == "checkpoint.export_hf" and isinstance(value, bool):
+        hint = f"true and false were its old spelling: write {'final' if value else 'null'}"
     elif kind in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(_CORE["float"], value):
         hint = "write it without quotes"
     return Problem(path, value, rule, hint)
@@ -726,8 +762,9 @@ def _read_file(path: Path, at: str = "") -> dict[str, object]:
     return cast(dict[str, object], fields)
 
 
-def _model(value: object, known: dict[str, str]) -> ModelSection:
-    """The model section; adds the model's keys to `known`."""
+def read_model(value: object, known: dict[str, str] | None = None) -> ModelSection:
+    """The model section of plain data; adds the model's keys to `known`. Raises SpecError, paths from `model.` on."""
+    known = {} if known is None else known
     if not isinstance(value, dict):
         raise SpecError([Problem("model", value, "must be a mapping with architecture and the model's HF fields")])
     fields = dict(cast(dict[str, object], value))
@@ -800,7 +837,7 @@ def from_dict(fields: Mapping[str, object]) -> RunSpec:
     unmade: set[tuple[str]] = set()
     problems: list[Problem] = []
     parts: dict[str, Any] = {}
-    for name, make in (("model", _model), ("slurm", _on_profile)):
+    for name, make in (("model", read_model), ("slurm", _on_profile)):
         try:
             made[name] = make(fields.get(name, {}), known)
         except SpecError as error:

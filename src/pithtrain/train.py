@@ -16,7 +16,9 @@ begins a small all-reduce of the flags on the CPU and reads its answer when it e
 acts on a request at the end of the step after the one that it arrived in, at the latest.
 """
 
+import contextlib
 import math
+import re
 import resource
 import sys
 import time
@@ -28,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pithtrain import checkpoint, preflight
+from pithtrain import catalog, checkpoint, convert, preflight
 from pithtrain.build import Engine, build, device_type
-from pithtrain.checkpoint import Position
+from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError
 from pithtrain.data import Dataset
 from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError
 from pithtrain.events import Events, Metrics
@@ -43,6 +45,7 @@ from pithtrain.tape import Stats, new_stats
 from pithtrain.watch import Watch
 from pithtrain.world import Place, World, all_reduce_sum, connect
 
+RETRY_SAVE_S = 30.0  # between two tries of a save that could not be written
 BF16_PEAK_FLOPS = {"H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense, per device; MFU is quoted against it
 
 
@@ -107,9 +110,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
         dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
     watch.enter("init", 0)
     engine = build(spec, world)
-    about: dict[str, Any] = {"model": spec.model.model_dump(mode="json")}
-    if dataset is not None:
-        about["tokenizer"] = dataset.fingerprint
+    about = _about(spec, run_dir, dataset)
     watch.enter("load", 0)
     position = _resume(spec, run_dir, engine, events, about)
     if dataset is not None:
@@ -117,28 +118,20 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
     if events is not None:
         events.rewind(position.step)
         events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
-
-    def save(position: Position, step_s: float, requested: bool = False) -> None:
-        watch.enter("save", position.step)
-        begin = time.perf_counter()
-        path = checkpoint.save(run_dir.checkpoints, engine.zero, world, position, about)
-        stall = time.perf_counter() - begin
-        meter.stall_s += stall
-        meter.since += stall  # the step rate is that of steps; the stall has a key of its own
-        if requested:
-            watch.saved()
-        if events is not None:
-            events.event("saved", step=position.step, path=str(path), seconds=round(stall, 3), requested=requested)
-            _warn_of_short_delay(spec, events, meter, stall, step_s)
+        decayed, kept = (
+            sorted({re.sub(r"\.\d+\.", ".*.", p.name) for p in spec.model.config.parameters() if p.decay == decays})
+            for decays in (True, False)
+        )
+        events.event("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
 
     meter = _Meter(skips=torch.zeros(2, device=world.device))
-    stop, _ = world.max(watch.should_stop(), 0)()  # asked while it started: nothing is lost, so nothing is saved
+    saves = _Saves(spec, run_dir, engine, events, about, watch, meter, position)
+    stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
     if not stop:
         watch.enter("first_step", position.step)
     meter.restart()
-    saved = position.step
     while position.step < training.max_steps and not stop:
-        agreed = world.max(watch.should_stop(), watch.should_save())
+        agreed = world.max(watch.should_stop(), watch.should_save(), saves.saver.writing)
         begin = time.perf_counter()
         batches = read_batches(dataset, spec, world, position.samples)
         meter.data_wait_s += time.perf_counter() - begin
@@ -146,11 +139,13 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
         step = position.step + 1
         lr = learning_rate(spec.lr_scheduler, spec.optimizer.lr, training.max_steps, step)
         result = train_step(engine, spec, batches, lr)
-        position = Position(step, position.samples + training.global_batch_size)
+        tokens = training.global_batch_size * training.sequence_length
+        position = Position(step, position.samples + training.global_batch_size, position.tokens + tokens)
         meter.stepped(step, result.skipped)
 
-        stop, requested = agreed()
+        stop, requested, writing = agreed()
         last = stop or step == training.max_steps
+        requested = requested and not saves.requested  # else one that is under way
         log_due = last or step % spec.logging.interval == 0
         save_due = last or requested or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
         step_s = 0.0
@@ -163,7 +158,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
                 if events is not None:
                     events.metrics(line)
             if count:
-                save(position, step_s)  # the updates of those steps were left out, so what stands is sound: lose none
+                saves.save(position, step_s, last=True)  # without the updates of those steps, so what stands is sound
                 raise NotFiniteError(
                     f"the gradient norm was not finite at step {first:.0f}, and at {count:.0f} of the steps up to "
                     f"{step}; those updates were left out and step {step} is saved. guards.non_finite is "
@@ -171,25 +166,133 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
                 )
         watch.enter("step", step)
         if save_due:
-            save(position, step_s, bool(requested))
-            saved = step
-            if not last:
-                watch.enter("step", step)
+            saves.save(position, step_s, bool(requested), bool(last))
+            watch.enter("step", step)
+        elif saves.saver.in_flight and not writing:  # on every rank
+            saves.hear(position, step_s)
     watch.agreed(stop)
     engine.zero.wait_for_weights()
-    return Outcome(saved, finished=position.step >= training.max_steps)
+    finished = position.step >= training.max_steps
+    if finished and spec.checkpoint.export_hf == "final":
+        _export(spec, run_dir, world, events, watch, position.step)
+    return Outcome(saves.step, finished)
 
 
-def _warn_of_short_delay(spec: RunSpec, events: Events, meter: "_Meter", save_s: float, step_s: float) -> None:
-    """Once: the time limit may end the run before the save that its signal asks for is through."""
-    need, delay = 1.5 * save_s + 2 * step_s, spec.slurm.signal_delay_s
-    if spec.slurm.time is not None and delay < need and not meter.warned:
-        meter.warned = True
-        events.event(
+class _Saves:
+    """The run's saves: when one is begun and when its end is heard of, at the same step on all ranks.
+
+    A save that cannot be written must not cost the state, which is in memory: the ranks wait and try again for up to
+    `distributed.save_timeout_s`, and say so each time, while people make room.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_dir: RunDir,
+        engine: Engine,
+        events: Events | None,
+        about: dict[str, Any],
+        watch: Watch,
+        meter: "_Meter",
+        position: Position,
+    ):
+        self._spec, self._world, self._events, self._watch, self._meter = spec, engine.world, events, watch, meter
+        keys = spec.checkpoint
+        self.saver = checkpoint.Saver(
+            run_dir.checkpoints,
+            engine.zero,
+            engine.world,
+            about,
+            asynchronous=keys.async_save,
+            keep_last=keys.keep_last,
+            keep_interval=keys.keep_interval,
+        )
+        self.step = position.step  # whose state is on the disk
+        self.requested = False  # somebody waits for the save in flight
+        self._warned = False
+
+    def save(self, position: Position, step_s: float, requested: bool = False, last: bool = False) -> None:
+        """Begin a save; it is on the disk when this returns if it is synchronous, or `last` whatever the spec says.
+        Raises SaveError when it could not be written for `save_timeout_s`."""
+        self._watch.enter("save", position.step)
+        deadline = time.monotonic() + self._spec.distributed.save_timeout_s
+        while True:
+            begin = time.perf_counter()
+            try:
+                self._settle(step_s)  # the one before
+                self.requested = self.requested or requested
+                self.saver.save(position)
+                if last or not self._spec.checkpoint.async_save:
+                    self._settle(step_s)
+                return
+            except SaveError as error:
+                if not self._world.from_rank_zero(time.monotonic() < deadline):
+                    raise
+                self._tell(position, error)
+                time.sleep(min(RETRY_SAVE_S, self._spec.distributed.save_timeout_s / 10))
+                self._watch.enter("save", position.step)
+            finally:
+                self._meter.stalled(time.perf_counter() - begin)
+
+    def hear(self, position: Position, step_s: float) -> None:
+        """The write behind the steps has ended on all ranks; if it failed, the state as it is now is saved before the
+        next step."""
+        try:
+            self._settle(step_s)
+        except SaveError as error:
+            self._tell(position, error)
+            self.save(position, step_s, last=True)
+
+    def _tell(self, position: Position, error: SaveError) -> None:
+        message = f"{error}; tried again until {self._spec.distributed.save_timeout_s} s are over"
+        with contextlib.suppress(OSError):  # it lies on the same disk
+            if self._events is not None:
+                self._events.event("save_failed", step=position.step, message=message)
+
+    def _settle(self, step_s: float) -> None:
+        saved = self.saver.wait()
+        if saved is None:
+            return
+        self.step = saved.position.step
+        if self.requested:
+            self._watch.saved()
+        if self._events is not None:
+            seconds = {"stall_s": round(saved.stall_s, 3), "write_s": round(saved.write_s, 3)}
+            facts = {"path": str(saved.path), **seconds, "bytes": saved.num_bytes, "requested": self.requested}
+            self._events.event("saved", step=self.step, **facts)
+            for note in saved.notes:
+                self._events.event("warning", message=note)
+            self._warn_of_short_delay(saved, step_s)
+        self.requested = False
+
+    def _warn_of_short_delay(self, saved: Saved, step_s: float) -> None:
+        """Once: the time limit may end the run before the save that its signal asks for is through."""
+        save_s = max(saved.stall_s, saved.write_s) * (2 if self._spec.checkpoint.async_save else 1)  # one is under way
+        need, delay = 1.5 * save_s + 2 * step_s, self._spec.slurm.signal_delay_s
+        if self._events is None or self._warned or self._spec.slurm.time is None or delay >= need:
+            return
+        self._warned = True
+        self._events.event(
             "warning",
             message=f"slurm.signal_delay_s = {delay} is shorter than 1.5 x a save of {save_s:.1f} s + 2 steps of "
             f"{step_s:.1f} s: the time limit may end the run before it is saved; make it {math.ceil(need)} or more",
         )
+
+
+def _export(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, watch: Watch, step: int) -> None:
+    """`checkpoint.export_hf: final`: the last checkpoint in Hugging Face form, in hf/step-*; all ranks write."""
+    watch.enter("save", step)
+    begin = time.perf_counter()
+    source = catalog.folder(run_dir.checkpoints, step)
+    out = run_dir.hf / source.name
+    if world.from_rank_zero(out.exists()):  # a finished run that was started again
+        return
+    told: list[str] = []
+    convert.export_hf(source, out, rank=world.rank, size=world.mesh.size, barrier=world.barrier, note=told.append)
+    if events is not None:
+        for note in told:
+            events.event("warning", message=note)
+        events.event("exported", step=step, path=str(out), seconds=round(time.perf_counter() - begin, 3))
 
 
 def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: float) -> StepResult:
@@ -259,40 +362,70 @@ def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | Non
     Rank 0 chooses and checks, since on a shared file system ranks may see different folders for a while.
     """
 
-    def choose() -> tuple[Path, dict[str, Any]] | None:
-        assert events is not None, "rank 0 has opened it"
-        report = partial(_report_skipped, events)
-        path = checkpoint.newest(run_dir.checkpoints, report)  # its own progress wins: a requeue goes on
-        if path is None and spec.resume != "auto":
-            path = checkpoint.resolve(spec.resume, report)
-        if path is None:
-            saved = [row["step"] for row in read_lines(run_dir.events) if row["event"] == "saved"]
-            if saved:  # a restart from 0 would cut the run's history
-                raise CheckpointError(
-                    f"step {saved[-1]} was saved, and {run_dir.checkpoints} holds no complete checkpoint any more; "
-                    "put one back, or start another run"
-                )
-            return None
-        content = checkpoint.read(path)
-        checkpoint.check(path, content, about)
+    world, report = engine.world, partial(_report_skipped, events)
+
+    def choose() -> list[Path]:
+        found = catalog.complete(run_dir.checkpoints, report)  # its own progress wins: a requeue goes on
+        if found:
+            return found
+        saved = [row["step"] for row in read_lines(run_dir.events) if row["event"] == "saved"]
+        if saved:  # a restart from 0 would cut the run's history
+            raise CheckpointError(
+                f"step {saved[-1]} was saved, and {run_dir.checkpoints} holds no complete checkpoint any more; "
+                "put one back, or start another run"
+            )
+        return [catalog.resolve(Path(spec.resume), report)] if spec.resume != "auto" else []
+
+    def look(path: Path) -> dict[str, Any]:
+        content = catalog.read(path)
+        catalog.check(path, content, about)
+        if content["kind"] != "full":
+            raise CheckpointError(f"{path} holds weights alone, no optimizer state: name it as init_from")
+        have = {key: tuple(one["shape"]) for key, one in content["tensors"].items()}
+        catalog.check_tensors(path, have, checkpoint.shapes(spec.model.config.parameters()))
         if content["step"] > spec.training.max_steps:
             raise CheckpointError(
                 f"{path} is at step {content['step']}, beyond training.max_steps = {spec.training.max_steps}; "
                 "raise max_steps"
             )
-        return path, content
+        return content
 
-    chosen = engine.world.from_rank_zero(choose() if engine.world.rank == 0 else None)
-    if chosen is None:
-        return Position(step=0, samples=0)
-    position = checkpoint.load(chosen[0], engine.zero, engine.world, chosen[1])
+    candidates = world.from_rank_zero(choose() if world.rank == 0 else [])
+    for path in candidates:
+        content = world.from_rank_zero(look(path) if world.rank == 0 else {})
+        try:
+            position = checkpoint.load(path, engine.zero, world, content)
+        except DamagedError as error:  # on all ranks
+            if path == candidates[-1]:
+                raise
+            report(f"{error}; the one before is taken")
+            continue
+        if events is not None:
+            events.event("resumed", step=position.step, path=str(path))
+        return position
+    if spec.init_from is not None:
+        told: list[str] = []
+        convert.init(spec.init_from, engine.zero, world, spec.model, told.append, about["tokenizer"])
+        if events is not None:
+            events.event("initialised", path=str(spec.init_from))
+            for note in told:
+                events.event("warning", message=note)
+    return Position(step=0, samples=0)
+
+
+def _report_skipped(events: Events | None, reason: str) -> None:
     if events is not None:
-        events.event("resumed", step=position.step, path=str(chosen[0]))
-    return position
+        events.event("skipped_checkpoint", reason=reason)
 
 
-def _report_skipped(events: Events, reason: str) -> None:
-    events.event("skipped_checkpoint", reason=reason)
+def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str, Any]:
+    """What a checkpoint says of its run, beside the position and the tensors."""
+    about: dict[str, Any] = {"run": run_dir.name, "spec_hash": spec.stable_hash()}
+    about |= {"model": spec.model.model_dump(mode="json"), "tokenizer": None}
+    about["tokenizer_path"] = str(spec.data.tokenizer) if spec.data.tokenizer else None
+    if dataset is not None:  # the ranks of the first stage
+        about["tokenizer"] = dataset.fingerprint
+    return about
 
 
 @dataclass
@@ -305,10 +438,13 @@ class _Meter:
     steps: int = 0
     data_wait_s: float = 0.0
     stall_s: float = 0.0
-    warned: bool = False  # of a signal that comes too late
 
     def restart(self) -> None:
         self.since, self.steps, self.data_wait_s, self.stall_s = time.perf_counter(), 0, 0.0, 0.0
+
+    def stalled(self, seconds: float) -> None:
+        self.stall_s += seconds
+        self.since += seconds  # the step rate is that of steps; the stall has a key of its own
 
     def stepped(self, step: int, skipped: Tensor) -> None:
         self.steps += 1
@@ -334,7 +470,7 @@ def _metrics(
     peak = _peak_flops(world.device)
     return Metrics(
         step=position.step,
-        tokens_seen=position.samples * training.sequence_length,
+        tokens_seen=position.tokens,
         loss=loss,
         aux_loss=sum(rest[layer] for layer in moe) / len(moe) if balanced else None,
         router_z_loss=None,

@@ -8,6 +8,7 @@ flight at the same time has a communicator of its own (ENGINE.md section 1):
     dense           ranks that share the dense parameters of a stage: dp x cp x ep
     expert          ranks that share the same experts: dp x cp
     control         all ranks, on CPU: flags, checkpoint agreement
+    save            all ranks, on CPU: a checkpoint that is written behind the steps
     world           all ranks, on the device: the gradient norm and the step's statistics
 
 A group of size 1 is None and its operations return their input. Every rank creates every group, in one order.
@@ -59,6 +60,7 @@ class World:
     ep: int
     device: torch.device
     control_group: Group
+    save_group: Group
     world_group: Group
     pp_group: Group
     ep_fwd_group: Group
@@ -97,11 +99,11 @@ class World:
         """Sum in place over all ranks, on the device."""
         return all_reduce_sum(value, self.world_group)
 
-    def from_rank_zero(self, value: T) -> T:
-        """Rank 0's value on every rank; it must be picklable."""
+    def from_rank_zero(self, value: T, group: Group = None) -> T:
+        """Rank 0's value on every rank; it must be picklable. `group`: another one of all ranks, for another thread."""
         box = [value]
         if self.control_group is not None:
-            dist.broadcast_object_list(box, src=0, group=self.control_group)
+            dist.broadcast_object_list(box, src=0, group=group or self.control_group)
         return box[0]
 
     def to_rank_zero(self, value: T) -> list[T]:
@@ -226,8 +228,9 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
         cp=cp,
         ep=ep,
         device=device,
-        # a save writes while the others wait here
+        # a synchronous save writes while the others wait here
         control_group=group(lambda rank: (), max(timeouts.train_timeout_s, timeouts.save_timeout_s), "gloo"),
+        save_group=group(lambda rank: (), timeouts.save_timeout_s, "gloo"),
         world_group=group(lambda rank: ()),
         pp_group=group(lambda rank: mesh.coords(rank)[1:]),
         ep_fwd_group=group(lambda rank: mesh.coords(rank)[:3]),

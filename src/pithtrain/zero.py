@@ -65,12 +65,6 @@ class Sharded:
         """This rank's shard of the main gradient, summed over the group once `reduce` has been waited for."""
         return self._own(self._grad)[: self.master.shape[0]]
 
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Shape over all ranks of the stage, as stored: experts as [E * out, in]."""
-        shape = self.info.shape
-        return (shape[0] * shape[1], *shape[2:]) if self.info.kind == "expert" else shape
-
     def reduce(self) -> dist.Work | None:
         """Start the sum over the group, in place: this rank's chunk of the main gradient receives it."""
         return reduce_scatter(self._grad, self._own(self._grad), self.group)

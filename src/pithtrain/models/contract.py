@@ -6,6 +6,7 @@ else knows of it. There is no table to add to. This page holds
 - `ModelConfig`, the Protocol that a folder's class `Config` satisfies: sizes, the parameter table, FLOPs;
 - `ModelModule`, what `model.py` defines, and `Layer`, what it builds;
 - `Parameter`, a row of that table: build allocates and initialises from it, zero shards by it, checkpoint names by it;
+- `HfTensor`, a tensor of a Hugging Face file and its place among our parameters: convert reads and writes by it;
 - `Strict`, `Integer`, `Positive` and `only`, the rules by which text becomes a `Config` (and a section of the spec);
 - `load_config` and `load_model`, which import the folder. `load_model` is the one function here that loads torch.
 
@@ -63,6 +64,28 @@ class Parameter:
         """Number of elements, whole."""
         return math.prod(self.shape)
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in a checkpoint and in the optimizer: experts are rows, [E * out, in]."""
+        return (self.shape[0] * self.shape[1], *self.shape[2:]) if self.kind == "expert" else self.shape
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face file: which rows of which stored parameter it is. Values are never permuted; a family
+    whose files hold them transposed or interleaved adds a field for that here.
+
+    Worked example, the up half (16 rows) of expert 3 of [E, 2I, H] = [8, 32, 64], beginning at row 3 * 32 + 16:
+
+        HfTensor("...mlp.experts.3.up_proj.weight", (16, 64), "...mlp.experts.gate_up_proj", 112)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: str  # canonical
+    row: int = 0  # its first row in `Parameter.stored_shape`; the rows that follow are as many as its elements fill
+    copy: bool = False  # a second copy that some writers add: never written, may be missing, must hold equal values
+
 
 class ModelConfig(Protocol):
     """What the engine and the plan read of a model; properties, so that a frozen class satisfies it."""
@@ -95,6 +118,15 @@ class ModelConfig(Protocol):
 
     def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter of the model once, embedding first, then the layers in order, then norm and head."""
+        ...
+
+    def hf_tensors(self) -> tuple[HfTensor, ...]:
+        """Every tensor of the family's usual files. A parameter without any has no place in that format: an export
+        names it as lost."""
+        ...
+
+    def hf_config(self) -> dict[str, object]:
+        """`config.json` without `dtype`: every field that the forward reads is there, whatever HF's defaults are."""
         ...
 
     def active_parameters(self) -> int:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from pithtrain.errors import Problem, SpecError
-from pithtrain.models.contract import Integer, Parameter, Positive, Strict, only
+from pithtrain.models.contract import HfTensor, Integer, Parameter, Positive, Strict, only
 
 
 class RopeParameters(Strict):
@@ -67,15 +67,19 @@ class Config(Strict):
 
     @classmethod
     def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
-        """The spellings of other versions of the format moved to ours; where both stand, the other is left (and then
-        refused as unknown)."""
+        """The spellings of other versions of the format moved to ours. Where both stand (an export of ours has both for
+        old and new readers) they must say the same; else the other is left, and then refused as unknown."""
         fields = dict(fields)
-        if "rope_theta" in fields and "rope_parameters" not in fields:
-            fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-        if "num_local_experts" in fields and "num_experts" not in fields:
-            fields["num_experts"] = fields.pop("num_local_experts")
+        if "rope_theta" in fields:
+            rope = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
+            if fields.setdefault("rope_parameters", rope) == rope:
+                del fields["rope_theta"]
+        if "num_local_experts" in fields:
+            experts = fields["num_local_experts"]
+            if fields.setdefault("num_experts", experts) == experts:
+                del fields["num_local_experts"]
         if fields.get("mlp_only_layers", ()) is None:
-            fields["mlp_only_layers"] = ()
+            fields["mlp_only_layers"] = []
         return fields
 
     @model_validator(mode="before")
@@ -157,6 +161,31 @@ class Config(Strict):
         if not self.tie_word_embeddings:
             table.append(self._matrix("lm_head.weight", (self.vocab_size, self.hidden_size), None))
         return tuple(table)
+
+    def hf_tensors(self) -> tuple[HfTensor, ...]:
+        """As the family is published: one matrix per expert and projection, out x in as ours, rotary halves as ours."""
+        rows: list[HfTensor] = []
+        for info in self.parameters():
+            if info.kind == "dense":
+                rows.append(HfTensor(info.name, info.shape, info.name))
+                continue
+            experts, out, width = info.shape
+            prefix, _, name = info.name.rpartition(".")
+            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+            height = out // len(parts)
+            for expert in range(experts):
+                for place, part in enumerate(parts):
+                    row = expert * out + place * height
+                    rows.append(HfTensor(f"{prefix}.{expert}.{part}.weight", (height, width), info.name, row))
+        if self.tie_word_embeddings:
+            embedding = rows[0]
+            rows.append(HfTensor("lm_head.weight", embedding.shape, embedding.parameter, copy=True))
+        return tuple(rows)
+
+    def hf_config(self) -> dict[str, object]:
+        """Every field of ours; the rope base under its old name too, for readers before transformers 5."""
+        fields = self.model_dump(mode="json", exclude_none=True)
+        return {"architectures": ["Qwen3MoeForCausalLM"], **fields, "rope_theta": self.rope_theta}
 
     def _linear_weights(self, layer: int) -> int:
         """Weights of one layer that a token meets in matrix products: k of the E experts."""

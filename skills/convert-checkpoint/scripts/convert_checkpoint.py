@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Export a checkpoint as a Hugging Face folder and prove it: read back bit for bit, loaded by transformers. CPU alone.
+
+The last line is PASS or FAIL."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES_SHOWN = 5
+
+
+def end(word: str, text: str) -> NoReturn:
+    print(f"{word}  {text}", flush=True)
+    raise SystemExit(word == "FAIL")
+
+
+python = ROOT / ".venv" / "bin" / "python"
+if not list(importlib.metadata.distributions(name="pithtrain")) and Path(sys.prefix) != ROOT / ".venv":
+    if not python.exists():  # of the checkout, for a caller outside any environment that has the package
+        end("FAIL", "not exported: there is no .venv; run `make setup` first")
+    os.execv(python, [str(python), *sys.argv])
+
+import torch  # noqa: E402
+
+from pithtrain import catalog, rundir  # noqa: E402
+from pithtrain.checkpoint import Reader  # noqa: E402
+from pithtrain.errors import PithtrainError  # noqa: E402
+from pithtrain.spec import read_model  # noqa: E402
+
+
+def pithtrain(*arguments: str | Path) -> str:
+    """A command's output; ends the script where it fails."""
+    command = [sys.executable, "-m", "pithtrain.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line in done.stderr.splitlines():
+        if line.startswith("note: "):
+            print(line)
+    if done.returncode != 0:
+        print(done.stdout + done.stderr, end="")
+        first = (done.stderr.strip().splitlines() or ["no word"])[-1 if "Traceback" in done.stderr else 0]
+        end("FAIL", f"`pithtrain {arguments[0]}` ended with {done.returncode}: {first.removeprefix('error: ')}")
+    return done.stdout
+
+
+def resolve(source: str, output_dir: Path) -> Path:
+    """The checkpoint that is meant: by the name of a run, its directory, or a folder."""
+    try:
+        path = Path(source) if Path(source).is_dir() else rundir.find(source, output_dir).path
+        return catalog.resolve(path, lambda reason: print(f"skipped: {reason}"))
+    except PithtrainError as error:
+        end("FAIL", f"not exported: {error}")
+
+
+def compare(source: Path, back: Path, dtype: torch.dtype) -> int:
+    """How many parameters came back as the masters rounded to their dtype; ends the script where one did not."""
+    ours, theirs = Reader(source), Reader(back)
+    table = read_model(ours.content["model"]).config.parameters()
+    wrong: list[str] = []
+    for info in table:
+        want = ours.tensor(f"master/{info.name}")
+        if not info.fp32:
+            want = want.to(dtype)
+        if not torch.equal(want.float(), theirs.tensor(f"master/{info.name}")):
+            wrong.append(info.name)
+    if wrong:
+        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+        end("FAIL", f"other values came back: {', '.join(wrong[:NAMES_SHOWN])}{more}")
+    return len(table)
+
+
+def load_in_transformers(out: Path) -> str:
+    """What transformers says of the folder; ends the script where a key is missing, unexpected or of another shape."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size * 1.2 > room:
+        return f"not loaded in transformers: it takes {size / 2**30:.0f} GiB of memory, {room / 2**30:.0f} are free"
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
+    except Exception as error:
+        end("FAIL", f"transformers cannot load it: {error!r}")
+    for kind, names in info.items():
+        if names:
+            listed = sorted(map(str, names)) if not isinstance(names, str) else [names]
+            end("FAIL", f"transformers has {kind}: {', '.join(listed[:NAMES_SHOWN])}")
+    with torch.no_grad():
+        logits = model(torch.arange(8)[None] % model.config.vocab_size).logits
+    if not logits.isfinite().all():
+        end("FAIL", "transformers loads it, and its logits are not finite")
+    return f"transformers {transformers.__version__} loads it"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", metavar="RUN|CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the matrices")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="the folder that holds the runs")
+    given = parser.parse_args()
+
+    source = resolve(given.source, given.output_dir)
+    content = catalog.read(source)
+    print(f"source: {source}, step {content['step']}, run {content['run']}")
+    print(f"exported: {pithtrain('export-hf', source, given.out, '--dtype', given.dtype).strip()}", flush=True)
+    back = given.out.with_name(given.out.name + ".check")
+    try:
+        shutil.rmtree(back, ignore_errors=True)  # of a check that was killed
+        pithtrain("import-hf", given.out, back, "--architecture", content["model"]["architecture"])
+        count = compare(source, back, getattr(torch, given.dtype))
+    finally:
+        shutil.rmtree(back, ignore_errors=True)
+    print(f"read back: {count} parameters, bit for bit", flush=True)
+    end(
+        "PASS",
+        f"{given.out}: step {content['step']}, {count} parameters bit for bit; {load_in_transformers(given.out)}",
+    )
+
+
+if __name__ == "__main__":
+    main()

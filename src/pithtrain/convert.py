@@ -1,0 +1,405 @@
+"""Hugging Face folders, out and in: safetensors, config.json, tokenizer. No GPU; one tensor in memory at a time.
+
+    out/model-00001-of-00007.safetensors ...   or one model.safetensors
+        model.safetensors.index.json           {"weight_map": {tensor: file}}, where there are several
+        config.json                            every field that the forward reads, and the matrices' dtype
+        tokenizer.json tokenizer_config.json   of the run, and what else of PAPERS lies beside it
+
+Which HF tensor is which rows of which parameter is the model's own table (`Config.hf_tensors`): nothing here names a
+family or guesses from a shape. A reader takes the family's layout or, parameter by parameter, the fused one, which is
+ours: [E, 2I, H] under the canonical name. Every tensor is consumed and every parameter filled, once, or one error lists
+what is missing, unexpected or of another shape.
+
+An export in bfloat16 leaves `Parameter.fp32` (norms, router, biases) in float32, as they were trained; the dtype in
+config.json is that of the matrices. An export in float32 has the masters bit for bit.
+
+A safetensors file is the length of its header (8 bytes, little endian), the header ({name: dtype, shape, data_offsets})
+and the values one after another: plain reads and writes. A mapped file would count as memory, be slow over a network,
+and end the process where a read fails. Cost of an export: 4 bytes a parameter read, 2 written, memory of two tensors.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pithtrain import catalog, checkpoint
+from pithtrain.errors import CheckpointError
+from pithtrain.models.contract import HfTensor, ModelConfig, Parameter
+from pithtrain.spec import ModelSection, read_model
+from pithtrain.world import World
+from pithtrain.zero import Zero
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+PAPERS = (TOKENIZER, SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SHARD_BYTES = 4 << 30  # a file: what one rank of a shared export writes alone, and a broken download repeats
+CHUNK_BYTES = 32 << 20  # read at once, before it is widened to fp32
+LONGEST_HEADER = 100_000_000  # bytes: the format's own limit
+
+Json = dict[str, Any]
+Note = Callable[[str], None]
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the parameter just done
+
+
+def _silent(*_: object) -> None:
+    pass
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+class _Planned(NamedTuple):
+    """A parameter in an export, and the HF tensors that it becomes."""
+
+    info: Parameter
+    dtype: torch.dtype
+    rows: list[HfTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.info.size * self.dtype.itemsize
+
+
+Plan = dict[str, list[_Planned]]  # file name -> its parameters; each lies in one file, so that it is read once
+
+
+def export_hf(
+    source: Path,
+    out: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    rank: int = 0,
+    size: int = 1,
+    barrier: Callable[[], None] = _silent,
+    note: Note = _silent,
+    progress: Progress = _silent,
+) -> int:
+    """Write a checkpoint, or a run's newest, as a Hugging Face folder that appears whole or not at all; -> its bytes.
+
+    `size` ranks may share the work: file k is rank k % size's, and each calls this with the same `barrier`. `note` is
+    told what `out` will lack. Raises CheckpointError: `out` exists, the source is damaged, the disk does not take it.
+    """
+    note = note if rank == 0 else _silent
+    if out.exists():
+        raise CheckpointError(f"{out} exists already: name another folder, or remove it")
+    source = catalog.resolve(source, note)
+    reader = checkpoint.Reader(source)
+    model = read_model(reader.content["model"])
+    _check_masters(source, reader.content, model.config)
+    files = _plan(model.config, dtype, note)
+    heads = {name: _header(members) for name, members in files.items()}
+    want = {name: len(heads[name]) + sum(one.num_bytes for one in members) for name, members in files.items()}
+    partial = out.with_name(out.name + ".partial")
+    try:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+            partial.mkdir(parents=True)
+            if (free := shutil.disk_usage(partial).free) < sum(want.values()):
+                raise OSError(f"it takes {sum(want.values()) / 2**30:.2f} GiB, {free / 2**30:.2f} are free")
+        barrier()
+        mine = {name: members for place, (name, members) in enumerate(files.items()) if place % size == rank}
+        done, total = 0, sum(one.num_bytes for members in mine.values() for one in members)
+        for name, members in mine.items():
+            with (partial / name).open("wb") as file:
+                file.write(heads[name])
+                for one in members:
+                    _write_values(file, one, reader.tensor(f"master/{one.info.name}"))
+                    progress(done := done + one.num_bytes, total, one.info.name)
+                file.flush()
+                os.fsync(file.fileno())
+        barrier()
+        if rank == 0:
+            _write_papers(partial, model, dtype, files, reader.content, note)
+            if {name: (partial / name).stat().st_size for name in want} != want:
+                raise OSError(f"another export writes into {partial}")
+            for path in (*partial.iterdir(), partial):
+                catalog.sync(path)
+            partial.rename(out)
+        barrier()
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{out} cannot be written ({error})") from error
+        raise
+    return sum(want.values())
+
+
+def _check_masters(path: Path, content: Json, config: ModelConfig) -> None:
+    have = {key: tuple(one["shape"]) for key, one in content["tensors"].items() if key.startswith("master/")}
+    catalog.check_tensors(path, have, {f"master/{info.name}": info.stored_shape for info in config.parameters()})
+
+
+def _height(row: HfTensor, shape: Sequence[int]) -> int:
+    """How many rows of a stored parameter of this shape a tensor fills."""
+    return math.prod(row.shape) // math.prod(shape[1:])
+
+
+def _plan(config: ModelConfig, dtype: torch.dtype, note: Note) -> Plan:
+    tensors: dict[str, list[HfTensor]] = {}
+    for row in config.hf_tensors():
+        if not row.copy:
+            tensors.setdefault(row.parameter, []).append(row)
+    files: list[list[_Planned]] = [[]]
+    for info in config.parameters():
+        if info.name not in tensors:
+            note(f"{info.name} has no place in this family's format and is lost; the checkpoint keeps it")
+            continue
+        one = _Planned(info, torch.float32 if info.fp32 else dtype, tensors[info.name])
+        if files[-1] and sum(other.num_bytes for other in files[-1]) + one.num_bytes > SHARD_BYTES:
+            files.append([])
+        files[-1].append(one)
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    # readers view values where they lie: wide ones first, and all of them stand at multiples of their size
+    aligned = [sorted(members, key=lambda one: -one.dtype.itemsize) for members in files]
+    return dict(zip(names if len(files) > 1 else [SINGLE], aligned, strict=True))
+
+
+def _header(members: Sequence[_Planned]) -> bytes:
+    """The beginning of a safetensors file, up to its values. transformers 4 refuses a file without `format`."""
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    entries: Json = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for row, dtype in ((row, one.dtype) for one in members for row in one.rows):
+        end = begin + math.prod(row.shape) * dtype.itemsize
+        entries[row.name] = {"dtype": words[dtype], "shape": list(row.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_values(file: BinaryIO, one: _Planned, stored: Tensor) -> None:
+    for row in one.rows:
+        piece = stored[row.row : row.row + _height(row, stored.shape)].to(one.dtype)
+        file.write(piece.view(torch.uint8).numpy().data)
+
+
+def _write_papers(out: Path, model: ModelSection, dtype: torch.dtype, plan: Plan, content: Json, note: Note) -> None:
+    """All but the values: index, config.json, tokenizer."""
+    if len(plan) > 1:
+        places = {row.name: name for name, members in plan.items() for one in members for row in one.rows}
+        total = sum(one.num_bytes for members in plan.values() for one in members)
+        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    word = str(dtype).removeprefix("torch.")
+    config = {**model.config.hf_config(), "dtype": word, "torch_dtype": word}  # its name before transformers 5
+    path = content["tokenizer_path"]
+    if path is None or _sha256(Path(path)) != content["tokenizer"]:
+        why = "names none" if path is None else f"was trained with another one than {path} is now"
+        note(f"no tokenizer is written: the checkpoint {why}")
+    else:
+        for name in PAPERS:
+            if (beside := Path(path).parent / name).is_file():
+                shutil.copyfile(beside, out / name)
+        shutil.copyfile(path, out / TOKENIZER)  # whatever its own name is
+        config |= _end_of_text(out, model.config.max_position_embeddings)
+    _write_json(out / CONFIG, config)
+
+
+def _end_of_text(out: Path, longest: int | None) -> Json:
+    """`eos_token_id` for config.json, so that a generation ends; writes tokenizer_config.json where there is none."""
+    added = _read_json(out / TOKENIZER).get("added_tokens", [])
+    ids = {token["content"]: token["id"] for token in added if token.get("special")}
+    if not (out / SETTINGS).exists():
+        eos = next(iter(ids)) if len(ids) == 1 else None  # of several, nothing says which one ends a text
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "model_max_length": longest}
+        _write_json(out / SETTINGS, settings)
+    eos = _read_json(out / SETTINGS).get("eos_token")
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    return {"eos_token_id": ids[eos]} if eos in ids else {}
+
+
+def _sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+class _Stored(NamedTuple):
+    """Where a tensor's values lie."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class HfFolder:
+    """The tensors of a Hugging Face folder. Opening it reads the headers; `rows` reads values."""
+
+    def __init__(self, path: Path, note: Note = _silent):
+        """Raises CheckpointError for files that are missing or damaged, or hold a tensor twice. safetensors files that
+        nothing names are left out, and noted."""
+        self.path = path
+        index: dict[str, str] | None = None
+        if (path / INDEX).exists():
+            index = _read_json(path / INDEX).get("weight_map")
+            if not isinstance(index, dict) or any(Path(str(name)).name != name for name in index.values()):
+                raise CheckpointError(f"{path / INDEX} has no weight_map of tensors to files beside it")
+        names = {SINGLE} if index is None else {*index.values()}
+        if lost := [name for name in sorted(names) if not (path / name).exists()]:
+            why = f"and no {INDEX}" if index is None else f"which {INDEX} names"
+            raise CheckpointError(f"{path} has no {', '.join(lost)}, {why}")
+        strays = {file.name for file in path.glob("*.safetensors")} - names
+        if SINGLE in strays:
+            raise CheckpointError(f"{path} holds {INDEX} and {SINGLE}: remove the one that is stale")
+        for stray in sorted(strays):
+            note(f"{path / stray} is left out: nothing names it")
+        self.tensors: dict[str, _Stored] = {}
+        for name in sorted(names):
+            found = _stored(path / name)
+            if twice := sorted(self.tensors.keys() & found):
+                raise CheckpointError(f"{path}: {', '.join(twice)} lies in {name} and in another file: one is stale")
+            self.tensors |= found
+
+    def match(self, config: ModelConfig) -> dict[str, list[HfTensor]]:
+        """Parameter -> the tensors that fill it, in this folder's layout; [] for one that has no place in the format.
+
+        Raises CheckpointError listing every tensor that is missing, unexpected or of another shape.
+        """
+        pieces: dict[str, list[HfTensor]] = {info.name: [] for info in config.parameters()}
+        for row in config.hf_tensors():
+            if not row.copy or row.name in self.tensors:
+                pieces[row.parameter].append(row)
+        for info in config.parameters():
+            if info.name in self.tensors and all(row.name != info.name for row in pieces[info.name]):
+                pieces[info.name] = [HfTensor(info.name, info.shape, info.name)]  # fused
+        have = {name: one.shape for name, one in self.tensors.items()}
+        catalog.check_tensors(self.path, have, {row.name: row.shape for rows in pieces.values() for row in rows})
+        return pieces
+
+    def rows(self, info: Parameter, pieces: Sequence[HfTensor], first: int, count: int) -> Tensor:
+        """Rows [first, first + count) of a stored parameter, fp32. Raises CheckpointError where a file cannot be read,
+        or a second copy of the parameter holds other values."""
+        whole = torch.empty(count, *info.stored_shape[1:])
+        for piece in pieces:
+            found = self.tensors[piece.name]
+            row_bytes = math.prod(whole.shape[1:]) * found.dtype.itemsize
+            begin, end = max(first, piece.row), min(first + count, piece.row + _height(piece, whole.shape))
+            step = max(CHUNK_BYTES // row_bytes, 1)
+            for at in range(begin, end, step):
+                target = whole[at - first : min(at + step, end) - first]
+                place = found.offset + (at - piece.row) * row_bytes
+                values = _read(found, place, len(target) * row_bytes).view(target.shape)
+                if not piece.copy:
+                    target.copy_(values)
+                elif not torch.equal(target, values.to(target.dtype)):
+                    raise CheckpointError(f"{self.path}: {piece.name} should be the same as {piece.parameter}")
+        return whole
+
+
+def _read(stored: _Stored, place: int, size: int) -> Tensor:
+    """`size` bytes of a tensor's file."""
+    buffer = bytearray(size)
+    try:
+        with stored.file.open("rb") as file:
+            file.seek(place)
+            if file.readinto(buffer) < size:
+                raise OSError("it has become shorter")
+    except OSError as error:
+        raise CheckpointError(f"{stored.file} cannot be read ({error})") from error
+    return torch.frombuffer(buffer, dtype=stored.dtype)
+
+
+def _stored(path: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file, every value of which is there."""
+    found: dict[str, _Stored] = {}
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size, LONGEST_HEADER):
+                raise ValueError(f"it would have a header of {length} bytes")
+            header: Json = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} is of dtype {entry['dtype']}; read are {', '.join(DTYPES)}")
+            (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(f"{name} of shape {shape} would be bytes {begin} to {end} of {size - 8 - length}")
+            found[name] = _Stored(path, 8 + length + begin, dtype, shape)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from error
+    return found
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+
+
+def import_hf(
+    source: Path, out: Path, architecture: str | None = None, note: Note = _silent, progress: Progress = _silent
+) -> Path:
+    """Write a Hugging Face folder as a checkpoint of kind "weights", for `init_from`; -> `out`.
+
+    `architecture` is a folder of models/, the config's own `model_type` otherwise. Raises SpecError for a config.json
+    that this model does not read, CheckpointError for tensors or a disk.
+    """
+    architecture = architecture or str(_read_json(source / CONFIG).get("model_type"))
+    model = read_model({"architecture": architecture, "config_file": str(source / CONFIG)})
+    folder = HfFolder(source, note)
+    pieces = folder.match(model.config)
+    table = {info.name: info for info in model.config.parameters()}
+    done, total = 0, 4 * sum(info.size for info in table.values())
+
+    def make(name: str) -> Tensor:
+        nonlocal done
+        info = table[name]
+        progress(done := done + 4 * info.size, total, name)
+        if pieces[name]:
+            return folder.rows(info, pieces[name], 0, info.stored_shape[0])
+        note(f"{name} has no place in this family's format and begins as {info.init}")
+        return torch.full(info.stored_shape, float(info.init == "ones"))
+
+    tokenizer = source.absolute() / TOKENIZER
+    sha = _sha256(tokenizer)
+    about = {"model": model.model_dump(mode="json"), "tokenizer": sha, "tokens": 0, "run": None, "spec_hash": None}
+    about["tokenizer_path"] = None if sha is None else str(tokenizer)
+    return checkpoint.write_weights(out, {name: info.stored_shape for name, info in table.items()}, make, about)
+
+
+def init(path: Path, zero: Zero, world: World, model: ModelSection, report: Note, tokenizer: str | None = None) -> None:
+    """`init_from`: the weights of a Hugging Face folder, a checkpoint or a run's newest into this rank's shards.
+
+    Every rank calls it and reads its own rows alone. Names and shapes must be this model's; other fields that differ,
+    and the tokenizer where `tokenizer` (a sha256) is given, are reported, by rank 0. Raises CheckpointError.
+    """
+    report = report if world.rank == 0 else _silent
+    ours = model.model_dump(mode="json")
+    if (path / CONFIG).exists():
+        given = type(model.config).canonical(_read_json(path / CONFIG))
+        theirs = {key: given.get(key) for key in ours} | {"architecture": model.architecture}
+        theirs_sha = _sha256(path / TOKENIZER)
+        folder = HfFolder(path, report)
+        pieces = folder.match(model.config)
+        for name, one in zero.sharded.items():
+            if pieces[name]:
+                one.master.copy_(folder.rows(one.info, pieces[name], one.first_row, one.master.shape[0]))
+        zero.loaded(0)
+    else:
+        path = world.from_rank_zero(catalog.resolve(path, report) if world.rank == 0 else path)
+        content = catalog.read(path)
+        theirs, theirs_sha = content["model"], content["tokenizer"]
+        _check_masters(path, content, model.config)
+        checkpoint.load_weights(path, zero, world, content)
+    for key, there, here in catalog.differences("model", theirs, ours):
+        report(f"init_from {path}: {key} is {there!r} there and {here!r} in the spec, which is what counts")
+    if tokenizer is not None and theirs_sha != tokenizer:
+        report(f"init_from {path}: its tokenizer is not the one that the data were made with, so ids mean other text")
