@@ -482,9 +482,12 @@ def test_matrix_11_a_node_dies(service: Service, straight: RunDir) -> None:
     node_dies(service, run)
     service.until_done(run)
     same(run, straight)
-    assert [row["requeued"] for row in attempts(run)] == [True, False]
-    assert attempts(run)[0]["why"]
-    assert resumed_at(run) == [EVERY]
+    # a slow machine gets a step or two further, and Slurm may repeat its kill to n1 for a job that runs again already
+    *lost, done = attempts(run)
+    assert all(row["requeued"] for row in lost)
+    assert not done["requeued"]
+    assert lost[0]["why"]
+    assert resumed_at(run)[0] in (EVERY, 2 * EVERY), "the last checkpoint before it"
 
 
 # in slurm.py: the batch script asks after its job when the node is up again, if it is before the script is killed

@@ -7,17 +7,15 @@ not), without systemd, cgroups or accounting, and everything they write lies in 
     D/state  spool  log  run    the controller's memory, the nodes' scripts, logs, pid files and munge's socket
     D/dev/gpu0 ...              links to /dev/null: tasks get CUDA_VISIBLE_DEVICES as on a real node, and no device
 
-Several clusters stand side by side: each has its own munge key and its own free ports, which `up` finds.
-Partition `high` preempts `train` (20 s of grace, then requeue), so a preemption is one `sbatch -p high` away. What
-differs from a real cluster: node names do not resolve, and the nodes share one host's ports, memory and /dev/shm.
-
-    up(Path("/tmp/slurm"))       under a second: two idle nodes, n0 and n1, with 4 GPUs each
-    down(Path("/tmp/slurm"))     cancels every job, waits for it to end, stops the daemons; job ids go on at the next up
+Up in under a second. Several clusters stand side by side, each with a munge key and free ports of its own. Partition
+`high` preempts `train` (20 s of grace, then requeue), so a preemption is one `sbatch -p high` away. What differs from
+a real cluster: node names do not resolve, and the nodes share one host's ports, memory and /dev/shm.
 """
 
 import contextlib
 import os
 import pwd
+import random
 import secrets
 import shutil
 import signal
@@ -28,17 +26,16 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
 
 from pithtrain.errors import SlurmError
 
 DEFAULT = Path(os.path.expanduser("~/.pithtrain/cluster"))  # a home that cannot be found is no reason to fail here
-FOLDERS = ("state", "log", "spool", "run", "dev")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 FIRST_PORT, LAST_PORT = 10000, 14999  # below those of runs (15000 on) and the kernel's ephemeral ones (32768 on)
 LONGEST_SOCKET = 107  # bytes of a Unix socket's path
 KILL_WAIT_S = 10
-UP_WITHIN_S = 60
-DOWN_WITHIN_S = 60
+UP_WITHIN_S = DOWN_WITHIN_S = 60
 
 
 @dataclass(frozen=True)
@@ -56,77 +53,67 @@ class Status:
 
 
 def slurm_conf(folder: Path, user: str, host: str, ports: list[int], gpus: int) -> str:
-    """slurm.conf of a cluster in `folder`: the controller at ports[0], node n<i> at ports[i + 1].
-
-    `user` runs every daemon and job. Clusters of one host number their jobs from different ids, because a run derives
-    its rendezvous port from the job id; an earlier cluster's ids in this folder go on.
-    """
-    run, log = folder / "run", folder / "log"
-    nodes = [
+    """slurm.conf of a cluster in `folder`: the controller at ports[0], node n<i> at ports[i + 1], all run by `user`.
+    Clusters of one host number their jobs from different ids, because a run derives its rendezvous port from the job
+    id; an earlier cluster's ids in this folder go on."""
+    nodes = "\n".join(
         f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={max(4, gpus)} RealMemory=8000"
         f" Gres=gpu:{gpus} State=UNKNOWN"
         for i, port in enumerate(ports[1:])
-    ]
+    )
     # linuxproc follows a task's children even when they leave its process group, and asks for root
     tracking = "linuxproc" if user == "root" else "pgid"
-    return "\n".join(
-        [
-            "ClusterName=pithtrain",
-            f"SlurmctldHost={host}(127.0.0.1)",
-            f"SlurmctldPort={ports[0]}",
-            f"SlurmUser={user}",
-            f"SlurmdUser={user}",
-            f"AuthInfo=socket={_munge_socket(folder)}",
-            f"StateSaveLocation={folder / 'state'}",
-            f"SlurmdSpoolDir={folder / 'spool'}/%n",
-            f"SlurmctldPidFile={run / 'slurmctld.pid'}",
-            f"SlurmdPidFile={run}/slurmd-%n.pid",
-            f"SlurmctldLogFile={log / 'slurmctld.log'}",
-            f"SlurmdLogFile={log}/slurmd-%n.log",
-            "JobCompType=jobcomp/filetxt",
-            f"JobCompLoc={log / 'jobs.log'}",
-            f"FirstJobId={1 + 1000 * (zlib.crc32(os.fsencode(folder)) % 1000)}",
-            # no cgroups, no accounting, no plugins that want a site's set-up
-            f"ProctrackType=proctrack/{tracking}",
-            "TaskPlugin=task/none",
-            "JobAcctGatherType=jobacct_gather/none",
-            "MpiDefault=none",
-            "GresTypes=gpu",
-            "SelectType=select/cons_tres",
-            "SelectTypeParameters=CR_Core_Memory",
-            "SlurmdParameters=config_overrides",  # the nodes have what stands here, whatever the machine has
-            "ReturnToService=2",
-            "EnforcePartLimits=ALL",
-            # somebody waits: look at the queue every two seconds, give up a node soon, forget jobs after a minute
-            "SchedulerParameters=bf_interval=2,sched_interval=2",
-            f"KillWait={KILL_WAIT_S}",
-            "SlurmdTimeout=15",
-            "MinJobAge=60",
-            "PreemptType=preempt/partition_prio",
-            "PreemptMode=REQUEUE",
-            *nodes,
-            "PartitionName=train Nodes=ALL MaxTime=1-0 DefaultTime=60 PriorityTier=10 GraceTime=20 Default=YES",
-            "PartitionName=high Nodes=ALL MaxTime=1-0 DefaultTime=60 PriorityTier=20 PreemptMode=OFF",
-            "",
-        ]
-    )
+    first_job = 1 + 1000 * (zlib.crc32(os.fsencode(folder)) % 1000)
+    return f"""\
+ClusterName=pithtrain
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={_munge_socket(folder)}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+FirstJobId={first_job}
+# no cgroups, no accounting, no plugins that want a site's set-up
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+GresTypes=gpu
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+# the nodes have what stands here, whatever the machine has
+SlurmdParameters=config_overrides
+ReturnToService=2
+EnforcePartLimits=ALL
+# somebody waits: look at the queue every two seconds, give up a node soon, forget jobs after a minute
+SchedulerParameters=bf_interval=2,sched_interval=2
+KillWait={KILL_WAIT_S}
+SlurmdTimeout=15
+MinJobAge=60
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=train Nodes=ALL MaxTime=1-0 DefaultTime=60 PriorityTier=10 GraceTime=20 Default=YES
+PartitionName=high Nodes=ALL MaxTime=1-0 DefaultTime=60 PriorityTier=20 PreemptMode=OFF
+"""
 
 
 def gres_conf(folder: Path, nodes: int, gpus: int) -> str:
-    """gres.conf: every node has the same `gpus` files, each a link to /dev/null.
-
-    A count without files makes the nodes invalid, and regular files give tasks no CUDA_VISIBLE_DEVICES.
-    """
-    files = f"{folder / 'dev'}/gpu{'0' if gpus == 1 else f'[0-{gpus - 1}]'}"
-    return f"AutoDetect=off\nNodeName={','.join(f'n{i}' for i in range(nodes))} Name=gpu File={files}\n"
+    """gres.conf: every node has the same `gpus` files, each a link to /dev/null. A count without files makes the nodes
+    invalid, and regular files give tasks no CUDA_VISIBLE_DEVICES."""
+    names, files = ",".join(f"n{i}" for i in range(nodes)), "gpu0" if gpus == 1 else f"gpu[0-{gpus - 1}]"
+    return f"AutoDetect=off\nNodeName={names} Name=gpu File={folder}/dev/{files}\n"
 
 
 def up(folder: Path = DEFAULT, nodes: int = 2, gpus: int = 4) -> bool:
-    """Start a cluster in `folder` and wait until its nodes answer; False where it was up already.
-
-    Daemons that died are started again under the conf they had; a cluster that is down gets a new conf, with ports that
-    are free now. Raises SlurmError where Slurm is not installed, or with the ends of the logs where it stays down.
-    """
+    """Start a cluster in `folder` and wait until its nodes answer; False where it was up already. Daemons that died are
+    started again under the conf they had; a cluster that is down gets a new conf, with ports that are free now. Raises
+    SlurmError where Slurm is not installed, or with the ends of the logs where it stays down."""
     folder = _checked(folder)
     before = status(folder)
     if before.is_up:
@@ -136,26 +123,25 @@ def up(folder: Path = DEFAULT, nodes: int = 2, gpus: int = 4) -> bool:
     for daemon in _daemons(folder):
         if _pid(folder, daemon) is None:
             _start(folder, daemon)
-    if not _wait(lambda: _all_answer(folder), UP_WITHIN_S):
-        logs = _log_tails(folder)
-        _stop_daemons(folder)
-        raise SlurmError(f"the cluster in {folder} did not come up within {UP_WITHIN_S} s; its logs end with\n{logs}")
+
+    def all_answer() -> bool:
+        now, good = status(folder), {"idle", "mixed", "allocated", "completing"}  # idle*: a node that does not answer
+        return now.is_up and len(now.nodes) == len(now.daemons) - 2 and set(now.nodes.values()) <= good
+
+    if not _wait(all_answer, UP_WITHIN_S):
+        raise _failure(folder, f"the cluster in {folder} did not come up within {UP_WITHIN_S} s")
     return True
 
 
 def down(folder: Path = DEFAULT) -> bool:
-    """Cancel every job, wait for the queue to empty, stop the daemons; False where nothing was running.
-
-    The order matters: a slurmd that is killed leaves its steps behind. What is left after all, because a controller
-    was dead or a task stuck, is killed by the SLURM_CONF in its environment.
-    """
+    """Cancel every job, wait for the queue to empty, stop the daemons; False where nothing was running. The order
+    matters: a slurmd that is killed leaves its steps behind. What is left after all, because a controller was dead or a
+    task stuck, is killed by the SLURM_CONF in its environment."""
     folder = _checked(folder)
     if not any(status(folder).daemons.values()) and not _job_processes(folder):
         return False
     if _pid(folder, "slurmctld") is not None:
-        jobs = (_ask(folder, "squeue", "--noheader", "--format=%A") or "").split()
-        if jobs:
-            _ask(folder, "scancel", *jobs)
+        _ask(folder, "scancel", *_ask(folder, "squeue", "--noheader", "--format=%A").split())
         _wait(lambda: not _ask(folder, "squeue", "--noheader"), DOWN_WITHIN_S)
     _stop_daemons(folder)
     for pid in _job_processes(folder):
@@ -168,14 +154,12 @@ def status(folder: Path = DEFAULT) -> Status:
     """What runs in `folder`; asks the processes first, so that it answers at once where the controller is away."""
     folder = folder.absolute()
     daemons = {daemon: _pid(folder, daemon) is not None for daemon in _daemons(folder)}
-    nodes: dict[str, str] = {}
-    jobs = 0
+    nodes = jobs = ""
     if daemons.get("slurmctld"):
-        for line in (_ask(folder, "sinfo", "--noheader", "--Node", "--format=%N %T") or "").splitlines():
-            name, state = line.split()
-            nodes[name] = state
-        jobs = len((_ask(folder, "squeue", "--noheader", "--format=%A") or "").split())
-    return Status(folder / "slurm.conf", daemons, nodes, jobs)
+        nodes = _ask(folder, "sinfo", "--noheader", "--Node", "--format=%N %T")
+        jobs = _ask(folder, "squeue", "--noheader", "--format=%A")
+    states = dict(line.split() for line in nodes.splitlines())
+    return Status(folder / "slurm.conf", daemons, states, len(jobs.split()))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -203,7 +187,7 @@ def _write(folder: Path, nodes: int, gpus: int) -> None:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         raise SlurmError(f"user id {os.getuid()} has no name on this machine, and Slurm needs one") from None
-    for name in FOLDERS:
+    for name in ("state", "log", "spool", "run", "dev"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for gpu in range(gpus):
         link = folder / "dev" / f"gpu{gpu}"
@@ -213,7 +197,6 @@ def _write(folder: Path, nodes: int, gpus: int) -> None:
     if not key.exists():
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(1024))
-        key.chmod(0o400)
     conf = slurm_conf(folder, user, socket.gethostname(), _free_ports(nodes + 1), gpus)
     (folder / "slurm.conf").write_text(conf, encoding="utf-8")
     (folder / "gres.conf").write_text(gres_conf(folder, nodes, gpus), encoding="utf-8")
@@ -224,29 +207,26 @@ def _munge_socket(folder: Path) -> Path:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, from a random start, so that two `up` at one moment rarely choose the same."""
+    """Ports that nobody listens on, at random, so that two `up` at one moment rarely choose the same."""
     found: list[int] = []
-    start = secrets.randbelow(LAST_PORT - FIRST_PORT)
-    for offset in range(LAST_PORT - FIRST_PORT + 1):
-        port = FIRST_PORT + (start + offset) % (LAST_PORT - FIRST_PORT + 1)
-        with socket.socket() as probe:
+    for port in random.sample(range(FIRST_PORT, LAST_PORT + 1), LAST_PORT + 1 - FIRST_PORT):
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        found.append(port)
+            probe.bind(("", port))
+            found.append(port)
         if len(found) == count:
             return found
     raise SlurmError(f"fewer than {count} free ports from {FIRST_PORT} to {LAST_PORT}")
 
 
-def _log_tails(folder: Path, lines: int = 15) -> str:
-    texts: list[str] = []
+def _failure(folder: Path, what: str) -> SlurmError:
+    """Stop what did start of a cluster; the error, with the ends of the logs."""
+    said = [f"{what}; the logs in {folder / 'log'} end with"]
     for log in sorted((folder / "log").glob("*.log")):
-        end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-        texts += [f"--- {log.name}", *end] if end else []
-    return "\n".join(texts)
+        end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        said += [f"--- {log.name}", *end] if end else []
+    _stop_daemons(folder)
+    return SlurmError("\n".join(said))
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -263,73 +243,51 @@ def environment(folder: Path) -> dict[str, str]:
     return kept | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": search_path()}
 
 
-def _ask(folder: Path, *command: str) -> str | None:
-    """A Slurm command's stripped output; None where it fails or takes longer than 10 s."""
-    try:
-        done = subprocess.run(
-            command, env=environment(folder), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
+def _ask(folder: Path, *command: str) -> str:
+    """A Slurm command's output; "" where it fails or takes longer than 10 s."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            command, env=environment(folder), stdin=DEVNULL, stderr=DEVNULL, text=True, timeout=10
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return ""
 
 
 def _daemons(folder: Path) -> list[str]:
     """The daemons that `folder`'s conf asks for, in the order in which they start; [] before the first `up`."""
-    try:
-        conf = (folder / "slurm.conf").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return ["munged", "slurmctld", *(f"slurmd-n{i}" for i in range(conf.count("NodeName=n")))]
+    conf = folder / "slurm.conf"
+    nodes = conf.read_text(encoding="utf-8").count("NodeName=n") if conf.exists() else 0
+    return ["munged", "slurmctld", *(f"slurmd-n{i}" for i in range(nodes))] if conf.exists() else []
 
 
 def _start(folder: Path, daemon: str) -> None:
     """Start one daemon; each goes to the background by itself once it has read its conf."""
-    run, log = folder / "run", folder / "log"
-    conf = str(folder / "slurm.conf")
+    program, _, node = daemon.partition("-")
+    command = [program, "-f", str(folder / "slurm.conf"), *(["-N", node] if node else [])]
     if daemon == "munged":
-        command = ["munged", f"--socket={_munge_socket(folder)}", f"--key-file={folder / 'munge.key'}"]
-        command += [f"--pid-file={run / 'munged.pid'}", f"--seed-file={run / 'munge.seed'}"]
-        command += [f"--log-file={log / 'munged.log'}", "--num-threads=2", "--force"]  # also where a group may write
-    elif daemon == "slurmctld":
-        command = ["slurmctld", "-f", conf]
-    else:
-        command = ["slurmd", "-f", conf, "-N", daemon.removeprefix("slurmd-")]
+        command = ["munged", f"--socket={_munge_socket(folder)}", f"--key-file={folder}/munge.key", "--num-threads=2"]
+        command += [f"--pid-file={folder}/run/munged.pid", f"--seed-file={folder}/run/munge.seed"]
+        command += [f"--log-file={folder}/log/munged.log", "--force"]  # also where a group may write
     # not a pipe: the daemon keeps what it is given open
-    with (log / "start.log").open("ab") as out:
-        done = subprocess.run(
-            command, env=environment(folder), cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+    with (folder / "log" / "start.log").open("ab") as out:
+        done = subprocess.run(command, env=environment(folder), cwd=folder, stdin=DEVNULL, stdout=out, stderr=out)
     if done.returncode != 0:
-        logs = _log_tails(folder)
-        _stop_daemons(folder)
-        raise SlurmError(f"{' '.join(command)} ended with {done.returncode}; the logs in {log} end with\n{logs}")
+        raise _failure(folder, f"{' '.join(command)} ended with {done.returncode}")
 
 
 def _pid(folder: Path, daemon: str) -> int | None:
     """The daemon's process id while it lives."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         pid = int((folder / "run" / f"{daemon}.pid").read_text())
-    except (OSError, ValueError):
-        return None
-    return pid if _is_daemon(folder, daemon, pid) else None
+        return pid if _is_daemon(folder, daemon, pid) else None
+    return None
 
 
 def _is_daemon(folder: Path, daemon: str, pid: int) -> bool:
     """Whether process `pid` is this daemon: after a reboot the number in a pid file is somebody else's."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    program = os.fsencode(daemon.partition("-")[0])
-    return command.partition(b"\0")[0].endswith(program) and os.fsencode(f"{folder}/") in command
-
-
-def _all_answer(folder: Path) -> bool:
-    now = status(folder)
-    # a state that ends in * is that of a node which does not answer
-    good = {"idle", "mixed", "allocated", "completing"}
-    return now.is_up and len(now.nodes) == len(now.daemons) - 2 and set(now.nodes.values()) <= good
+    with contextlib.suppress(OSError):
+        program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="surrogateescape").split("\0")
+        return program.endswith(daemon.partition("-")[0]) and any(f"{folder}/" in each for each in arguments)
+    return False
 
 
 def _stop_daemons(folder: Path) -> None:

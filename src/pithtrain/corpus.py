@@ -7,24 +7,19 @@ A corpus is a directory: shards, each described by its own header, and `corpus.j
       shard-00000.tokens     documents in the order they were read, none cut in two
 
 It is written in a hidden directory beside its place, then renamed. So a corpus that is there is complete; one without
-`corpus.json` is half of a copy and readers refuse it.
+`corpus.json` is half of a copy and readers refuse it. A shard, all numbers little-endian:
 
-A shard, all numbers little-endian:
+    bytes                        content
+    0 .. 4095                    JSON, then spaces, then a newline: format, version, token_bytes, num_tokens,
+                                 num_documents, vocab_size, eos_id, tokenizer_sha256. `head -1` shows it
+    4096 ..                      num_tokens ids of 2 bytes each, of 4 for a vocabulary above 65,536
+    the next multiple of 8 ..    num_documents + 1 offsets of 8 bytes: where each document begins, in tokens of this
+                                 shard; the last one is num_tokens
 
-    bytes                          content
-    0 .. 4095                      JSON, then spaces, then a newline: format, version, token_bytes, num_tokens,
-                                   num_documents, vocab_size, eos_id, tokenizer_sha256. `head -1` shows it
-    4096 ..                        num_tokens ids of token_bytes (2 or 4) each
-    the next multiple of 8 ..      num_documents + 1 offsets of 8 bytes: where each document begins, in tokens of this
-                                   shard; the last one is num_tokens
-
-The width follows from the vocabulary: 65,536 ids fit 2 bytes, 65,537 do not. Documents are found by their offsets,
-never by looking for the EOS. A document is the tokenizer's ids of its text and exactly one EOS: no post-processor runs,
-and text that spells a special token is text. What it costs: 2 bytes a token up to vocabulary 65,536; the tokenizer's
-own speed, about 1 M tokens/s and core.
-
-Worked example: "ab" and "c" with ids a=0 b=1 c=2 eos=3 give tokens 0 1 3 2 3 and offsets 0 3 5; the shard has 4096 + 10
-bytes, 6 of padding and 24 of offsets.
+A document is the tokenizer's ids of its text and exactly one EOS: no post-processor runs, and text that spells a
+special token is text. Making one costs the tokenizer's own speed, about 1 M tokens/s and core. Worked example: "ab" and
+"c" with ids a=0 b=1 c=2 eos=3 give tokens 0 1 3 2 3 and offsets 0 3 5; the shard has 4096 + 10 bytes, 6 of padding and
+24 of offsets.
 """
 
 import codecs
@@ -108,11 +103,9 @@ class Shard:
                 raise DataError(f"{self.path}: its header and the {MANIFEST} beside it disagree; copy the corpus again")
 
     def check_size(self) -> None:
-        """Raises DataError unless the file is there and has the size its counts ask for. Costs a stat."""
-        try:
+        """The same without reading: costs a stat."""
+        with _refuse(f"{self.path}: cannot read this shard", OSError):
             found = self.path.stat().st_size
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot read this shard: {error.strerror}") from error
         if found != self.num_bytes:
             raise DataError(
                 f"{self.path}: has {found:,} bytes, but {self.num_tokens:,} tokens of {self.vocabulary.token_bytes} "
@@ -147,40 +140,35 @@ class Corpus:
 
 
 def open_corpus(path: Path) -> Corpus:
-    """The corpus in directory `path`. Raises DataError when it is missing, incomplete or a shard was cut short.
-
-    Costs one small file and a stat per shard; the shards' headers are read when they are mapped.
-    """
+    """The corpus in directory `path`. Raises DataError when it is missing, incomplete or a shard was cut short. Costs
+    one small file and a stat per shard; the shards' headers are read when they are mapped."""
     if not path.is_dir():
         raise DataError(f"{path}: there is no corpus here; `pithtrain tokenize` makes one")
     manifest = path / MANIFEST
-    try:
+    if not manifest.exists():
+        found = f"{len(list(path.glob('*.tokens')))} shards and no {MANIFEST}"
+        raise DataError(f"{path}: this corpus is incomplete: {found}; copy it whole or make it again")
+    with _refuse(f"{manifest}: is not JSON, copy it again", ValueError):
         fields: dict[str, Any] = json.loads(manifest.read_bytes())
-    except FileNotFoundError as error:
-        found = len(list(path.glob("*.tokens")))
-        raise DataError(
-            f"{path}: this corpus is incomplete: {found} shards and no {MANIFEST}; copy it whole or make it again"
-        ) from error
-    except ValueError as error:
-        raise DataError(f"{manifest}: is not JSON ({error}); copy it again") from error
-    if not isinstance(fields, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  it is a file's word
-        raise DataError(f"{manifest}: is not an object; copy it again")
-    found = fields.get("format"), fields.get("version")
-    if found != (FORMAT, VERSION):
-        raise DataError(f"{manifest}: is in format {found}, this version reads {(FORMAT, VERSION)}")
+    with _refuse(f"{manifest}: is no description of a corpus, copy it again", KeyError, TypeError, AttributeError):
+        found = fields.get("format"), fields.get("version")
+        if found != (FORMAT, VERSION):
+            raise DataError(f"{manifest}: is in format {found}, this version reads {(FORMAT, VERSION)}")
+        vocabulary = Vocabulary(fields["vocab_size"], fields["eos_id"], fields["tokenizer_sha256"])
+        shards = [Shard(path / s["file"], vocabulary, s["num_tokens"], s["num_documents"]) for s in fields["shards"]]
+        counts = fields["num_tokens"], fields["num_documents"], fields["empty_documents"]
+        for shard in shards:
+            shard.check_size()
+    return Corpus(path, vocabulary, *counts, tuple(shards))
+
+
+@contextlib.contextmanager
+def _refuse(rule: str, *kinds: type[Exception]) -> Generator[None]:
+    """An exception of these kinds is a DataError: the rule, then what the exception says."""
     try:
-        return _corpus_of(path, fields)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{manifest}: lacks {error}; copy it again") from error
-
-
-def _corpus_of(path: Path, fields: dict[str, Any]) -> Corpus:
-    vocabulary = Vocabulary(fields["vocab_size"], fields["eos_id"], fields["tokenizer_sha256"])
-    shards = tuple(Shard(path / s["file"], vocabulary, s["num_tokens"], s["num_documents"]) for s in fields["shards"])
-    for shard in shards:
-        shard.check_size()
-    counts = fields["num_tokens"], fields["num_documents"], fields["empty_documents"]
-    return Corpus(path, vocabulary, *counts, shards)
+        yield
+    except kinds as error:
+        raise DataError(f"{rule}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _header(vocabulary: Vocabulary, **counts: int) -> dict[str, Any]:
@@ -191,10 +179,8 @@ def _header(vocabulary: Vocabulary, **counts: int) -> dict[str, Any]:
 def write_shard(
     path: Path, vocabulary: Vocabulary, documents: Iterable[Sequence[int]], shard_tokens: int = SHARD_TOKENS
 ) -> Shard:
-    """Writes documents, each with its EOS, until the shard has `shard_tokens` or there are no more.
-
-    Its header comes last. Raises DataError for an id outside the vocabulary: nothing is cut to fit.
-    """
+    """Writes documents, each with its EOS, until the shard has `shard_tokens` or there are no more; the header last.
+    Raises DataError for an id outside the vocabulary: nothing is cut to fit."""
     size, offsets = vocabulary.vocab_size, array("Q", [0])
     with path.open("xb") as file:
         file.seek(HEADER_BYTES)
@@ -257,19 +243,19 @@ def tokenize(
     it should be, when `eos` is not in the tokenizer, or when `output` exists and `overwrite` is not set.
     """
     files = list(_expand(inputs))
-    sizes = [file.stat().st_size for file in files]
+    starts = [0, *itertools.accumulate(file.stat().st_size for file in files)]  # the last: bytes in all
     read = 0
 
     def documents() -> Iterator[str]:
         nonlocal read
-        for i, file in enumerate(files):
+        for file, before in zip(files, starts, strict=False):
             for text, position in read_documents(file, text_key):
-                read = sum(sizes[:i]) + position
+                read = before + position
                 yield text
 
     def report(tokens: int) -> None:
         if progress:
-            progress(read, sum(sizes), tokens)
+            progress(read, starts[-1], tokens)
 
     return write_corpus(documents(), output, tokenizer, eos, shard_tokens, overwrite, report)
 
@@ -332,9 +318,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _aside(place: Path, overwrite: bool) -> Generator[Path]:
     """A hidden directory beside `place` to fill, which becomes `place` by a rename; after an error nothing is left.
-
-    Raises DataError when `place` exists and may not be overwritten, or when that would remove a file no corpus has.
-    """
+    Raises DataError when `place` exists and may not be overwritten, or when that would remove a file no corpus has."""
     if place.exists() and not overwrite:
         raise DataError(f"{place}: exists already; name another output or allow it to be overwritten (--overwrite)")
     for file in place.iterdir() if place.is_dir() else [place] if place.exists() else []:
@@ -346,10 +330,8 @@ def _aside(place: Path, overwrite: bool) -> Generator[Path]:
         yield new
         if overwrite and place.exists():
             place.rename(old)
-        try:
+        with _refuse(f"{place}: another process made it in the meantime", OSError):
             new.rename(place)
-        except OSError as error:
-            raise DataError(f"{place}: {error.strerror}; another process made it in the meantime") from error
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)  # gone already when it was renamed
@@ -372,22 +354,20 @@ def _expand(inputs: Sequence[Path]) -> Iterator[Path]:
 def read_documents(path: Path, text_key: str = "text") -> Iterator[tuple[str, int]]:
     """Each document of a file, with the bytes of the file read so far. Raises DataError naming file and line."""
     with path.open("rb") as raw:
-        if ".jsonl" not in path.suffixes[-2:]:
-            try:
-                yield raw.read().decode("utf-8-sig"), raw.tell()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: is not UTF-8 text: {error.reason} at byte {error.start:,}") from error
+        if ".jsonl" in path.suffixes[-2:]:
+            for number, line in enumerate(_lines(raw, path), start=1):
+                if line.strip():
+                    yield _text_of(line, text_key, f"{path}:{number}"), raw.tell()
             return
-        for number, line in enumerate(_lines(raw, path), start=1):
-            if line.strip():
-                yield _text_of(line, text_key, f"{path}:{number}"), raw.tell()
+        try:
+            yield raw.read().decode("utf-8-sig"), raw.tell()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: is not UTF-8 text: {error.reason} at byte {error.start:,}") from error
 
 
 def _text_of(line: bytes, text_key: str, where: str) -> str:
-    try:
-        document = from_json(line.removeprefix(codecs.BOM_UTF8))  # refuses bytes and escapes that are no characters
-    except ValueError as error:
-        raise DataError(f"{where}: is not JSON in UTF-8: {error}") from error
+    with _refuse(f"{where}: is not JSON in UTF-8", ValueError):  # nor bytes and escapes that are no characters
+        document = from_json(line.removeprefix(codecs.BOM_UTF8))
     fields = cast(dict[str, Any], document if isinstance(document, dict) else {})
     text = fields.get(text_key)
     if not isinstance(text, str):
@@ -408,10 +388,8 @@ def _lines(raw: BinaryIO, path: Path) -> Iterator[bytes]:
             if stream is None:  # 31 = 16 + 15: a gzip header, any window
                 zst = path.suffix == ".zst"
                 stream = zstandard.ZstdDecompressor().decompressobj() if zst else zlib.decompressobj(wbits=31)
-            try:
+            with _refuse(f"{path}: cannot decompress it", zlib.error, zstandard.ZstdError):
                 data = stream.decompress(data)
-            except (zlib.error, zstandard.ZstdError) as error:
-                raise DataError(f"{path}: cannot decompress it: {error}") from error
             unused = stream.unused_data
             stream = None if stream.eof else stream
         *lines, rest = (rest + data).split(b"\n")
@@ -424,19 +402,15 @@ def _lines(raw: BinaryIO, path: Path) -> Iterator[bytes]:
 
 def tokenizer_sha256(path: Path) -> str:
     """The fingerprint that ties a corpus to its tokenizer. Raises DataError when there is no such file."""
-    try:
+    with _refuse(f"{path}: cannot read this tokenizer", OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot read this tokenizer: {error.strerror}") from error
 
 
 def load_tokenizer(path: Path, eos: str = EOS) -> tuple[Tokenizer, Vocabulary]:
     """A `tokenizer.json`, set so that a text becomes its own ids and nothing else, and what its ids mean."""
     fingerprint = tokenizer_sha256(path)
-    try:
+    with _refuse(f"{path}: is not a tokenizer.json", Exception):  # the library raises the bare class
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises the bare class
-        raise DataError(f"{path}: is not a tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # text that spells a special token is text
@@ -449,19 +423,15 @@ def load_tokenizer(path: Path, eos: str = EOS) -> tuple[Tokenizer, Vocabulary]:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Trains a byte-level BPE with one special token, EOS = 0, and writes its `tokenizer.json`. Any text round-trips.
-
-    `vocab_size` counts EOS and the 256 bytes.
-    """
+    `vocab_size` counts EOS and the 256 bytes."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS])
     tokenizer.save(str(path))
 
 
 def stdlib_documents(max_characters: int = 12_000_000) -> Iterator[str]:
-    """Real text that is on every machine: Python's help topics, then the standard library's modules, sorted by path.
-
-    Tests are left out. Ends with the document that reaches `max_characters`.
-    """
+    """Real text that is on every machine: Python's help topics, then the standard library's modules but for tests,
+    sorted by path. Ends with the document that reaches `max_characters`."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
@@ -477,11 +447,9 @@ def stdlib_documents(max_characters: int = 12_000_000) -> Iterator[str]:
 
 
 def build_stdlib(output: Path, vocab_size: int = 4096) -> Report | None:
-    """Makes `output`/tokenizer.json and the corpus `output`/tokens from the standard library; about 20 s on two cores.
-
-    Returns None when both are there already. The directory appears whole, so it may be killed at any time, and of two
-    processes at once each makes its own and the first one stays.
-    """
+    """Makes `output`/tokenizer.json and the corpus `output`/tokens of the standard library, in about 20 s on two cores;
+    None when both are there already. It may be killed at any time: the directory appears whole, and of two processes
+    at once each makes its own and the first one stays."""
     with contextlib.suppress(DataError):
         made_with = open_corpus(output / "tokens").vocabulary.tokenizer_sha256
         if made_with == tokenizer_sha256(output / "tokenizer.json"):

@@ -1,16 +1,14 @@
 """Is this machine fit to train, and are the nodes? Each answer is OK, WARN or FAIL; what is not OK says its mend.
 
-Why a program and not a page. What stops a first run on a new cluster is nearly always one of few things (a build of
-torch without CUDA, a folder that is not shared, a name that does not resolve, a limit of the site that takes the save's
-time away), and each shows hours later as something else: a hang, a lost connection, a job that is gone.
+What stops a first run on a new cluster is nearly always one of few things (a build of torch without CUDA, a folder that
+is not shared, a name that does not resolve, a limit of the site that takes the save's time away), and each shows hours
+later as something else: a hang, a lost connection, a job that is gone.
 
     check_host(runs/)        about 10 s: versions, devices, collectives on this machine, the run folder, Slurm's limits
-    check_nodes(2, runs/)    the same on two nodes, by one `srun` of one task each, and what lies between them: does
-                             each see what another writes, do their clocks agree, do all meet, is one slow
+    check_nodes(2, runs/)    the same on two nodes, by one `srun` of one task each, and what lies between them
 
 A node's task is this module, `python -m pithtrain.doctor node FOLDER`. It prints JSON lines about its machine before it
-meets the others and one after, so a node that hangs is known by its silence. The tasks meet as the ranks of a run
-do, at the address and port of `worker.init_method`.
+meets the others, as the ranks of a run do, and one after, so a node that hangs is known by its silence.
 
 Asking and judging are apart: a function `judge_...` sees text and numbers only and is tested on them. No secret is
 printed: of a W&B login only whether there is one.
@@ -23,15 +21,13 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import functools
 import importlib.metadata
 import json
-import math
 import netrc
 import os
-import platform
 import re
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -39,34 +35,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pithtrain import slurm, worker
 from pithtrain.errors import SlurmError
 from pithtrain.spec import SlurmSection
 
-OLDEST_TORCH = (2, 11)
-LITTLE_FREE_GIB = 50.0  # a checkpoint takes 12 bytes per parameter: 45 GiB for 4 billion
-NO_FREE_GIB = 1.0
-SLOW_PROBE_S = 1.0  # to write 1 MiB, flush and rename it: milliseconds on a disk, tens of them on a file server
-LEAST_SHM_MIB = 512  # NCCL wants tens of MiB of /dev/shm per process; containers often have 64
 LEAST_STOP_S = 30  # to finish a step and save
 SKEW_S = 2.0  # between clocks: which error came first is told by them
-SMI_S = 30  # nvidia-smi answers in one or two; with a GPU that fell off the bus, never
 COLLECTIVE_S = 60  # the most that the collectives on one host may take
-JOIN_S = 120  # from one node's readiness to the last one's
 SEEN_S = 10  # for a file to appear on another node: file servers cache for a few seconds
 QUEUE_S, NODES_S = 120, 300  # that srun waits for free nodes; then for all that they do
 LARGE_MIB = {"nccl": 64, "gloo": 4}  # of a tensor whose bandwidth is measured
-ROUNDS = 10
-LONGEST_FOUND = 400  # characters of an answer that a node sends
+LEAST_GPU_GB_S = 5.0  # all-reduce on one host: NVLink gives hundreds, PCIe 10 to 40, a detour through the host less
 PIP = f"{sys.executable} -m pip install"
 ELSEWHERE = "output_dir: choose a folder elsewhere"
-LEAST_GPU_GB_S = 5.0  # all-reduce on one host: NVLink gives hundreds, PCIe 10 to 40, a detour through the host less
-SLOW_LINK = 0.5  # of the median link
 
+MEETING_MENDS = {  # what the error of a node that cannot meet the others says -> what to do
+    "nccl": "slurm.env: NCCL_SOCKET_IFNAME (`ip -brief address` on a node), NCCL_IB_HCA (`ibv_devices`), with a `=`",
+    "gloo|resolve|hostname": "slurm.env: GLOO_SOCKET_IFNAME, the interface between the nodes (`ip -brief address`)",
+    "listen|connect|address": "slurm.env: MASTER_ADDR and MASTER_PORT, both open between the nodes",
+}
 # whose files other machines can see
 SHARED = re.compile(r"nfs|lustre|gpfs|beegfs|ceph|weka|panfs|orangefs|glusterfs|smb|cifs|9p|virtiofs|fuse\.")
 
@@ -81,7 +73,8 @@ class Check:
     mend: str = ""
 
 
-# ---- the two doors, and how the answers are told ---------------------------------------------------------------------
+def _judge(name: str, well: bool, found: str, mend: str, bad: Literal["WARN", "FAIL"] = "WARN") -> Check:
+    return Check(name, "OK", found) if well else Check(name, bad, found, mend)
 
 
 def check_host(output_dir: Path) -> list[Check]:
@@ -98,8 +91,9 @@ def check_nodes(nodes: int, output_dir: Path, site: SlurmSection | None = None) 
     site = site or SlurmSection()
     if not slurm.configured():
         return [Check("nodes", "FAIL", "there is no Slurm on this machine", "run it where `sinfo` answers")]
-    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--job-name=pithtrain-doctor"]
-    command += [f"--immediate={QUEUE_S}", f"--time={math.ceil(NODES_S / 60) + 1}", "--quit-on-interrupt"]
+    command = ["timeout", "--foreground", "--signal=INT", str(QUEUE_S + NODES_S)]  # on SIGINT srun ends its job
+    command += ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--job-name=pithtrain-doctor"]
+    command += [f"--immediate={QUEUE_S}", f"--time={NODES_S // 60 + 1}", "--quit-on-interrupt"]
     command += ["--kill-on-bad-exit=0", "--cpu-bind=none"]  # a bad node must not silence the others
     where = {name: getattr(site, name) for name in ("partition", "account", "qos", "constraint", "exclude")}
     command += [f"--{name}={value}" for name, value in where.items() if value is not None]
@@ -107,23 +101,11 @@ def check_nodes(nodes: int, output_dir: Path, site: SlurmSection | None = None) 
     if site.setup:
         command += ["bash", "-c", "\n".join([*site.setup, 'exec "$@"']), "doctor"]
     command += [sys.executable, "-m", "pithtrain.doctor", "node", str(output_dir.absolute())]
-    task = subprocess.Popen(
-        command,
-        env=os.environ | site.env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    try:
-        out, said = task.communicate(timeout=QUEUE_S + NODES_S)
-    except subprocess.TimeoutExpired:
-        task.send_signal(signal.SIGINT)  # srun then ends its job
-        out, said = task.communicate()
-    reports = [json.loads(line) for line in out.splitlines() if line.startswith('{"doctor":')]
-    listed = next((report["nodes"] for report in reports if "nodes" in report), None)
-    return judge_nodes(reports, slurm.hostnames(listed or ""), said)
+    run = functools.partial(subprocess.run, input="", capture_output=True, text=True, errors="replace")
+    done = run(command, env=os.environ | site.env)
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"doctor":')]
+    listed = next((report["nodes"] for report in reports if "nodes" in report), "")
+    return judge_nodes(reports, slurm.hostnames(listed), done.stderr)
 
 
 def text(checks: Sequence[Check]) -> str:
@@ -132,10 +114,9 @@ def text(checks: Sequence[Check]) -> str:
     lines: list[str] = []
     for check in checks:
         lines.append(f"{check.verdict:<4}  {check.name:<{width}}  {check.found}")
-        if check.mend:
-            lines.append(f"{'':<{width + 6}}  -> {check.mend}")
-    counts = [f"{sum(check.verdict == verdict for check in checks)} {verdict}" for verdict in ("OK", "WARN", "FAIL")]
-    return "\n".join([*lines, ", ".join(counts)])
+        lines += [f"{'':<{width + 6}}  -> {check.mend}"] if check.mend else []
+    verdicts = [check.verdict for check in checks]
+    return "\n".join([*lines, ", ".join(f"{verdicts.count(each)} {each}" for each in ("OK", "WARN", "FAIL"))])
 
 
 def as_json(checks: Sequence[Check]) -> str:
@@ -155,7 +136,7 @@ def _machine(output_dir: Path) -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Check("host", "OK", f"{cores} cores, {memory:.0f} GiB of memory")
-    yield Check("python", "OK", f"{platform.python_version()}, {sys.executable}")
+    yield Check("python", "OK", f"{sys.version.split()[0]}, {sys.executable}")
     known = _installed("pithtrain") is not None  # else the code comes from PYTHONPATH alone
     yield judge_packages((known and importlib.metadata.requires("pithtrain")) or [], _installed)
     yield from _torch()
@@ -163,7 +144,8 @@ def _machine(output_dir: Path) -> Iterator[Check]:
     if (shm := Path("/dev/shm")).exists():
         free = shutil.disk_usage(shm).free / 2**20
         mend = "mount -o remount,size=16G /dev/shm; for a container, --shm-size=16g"
-        yield _judge("shm", free >= LEAST_SHM_MIB, f"{free:,.0f} MiB free in /dev/shm, through which NCCL talks", mend)
+        # NCCL wants tens of MiB per process; containers often have 64
+        yield _judge("shm", free >= 512, f"{free:,.0f} MiB free in /dev/shm, through which NCCL talks", mend)
     yield from folder(output_dir)
     mask = os.umask(0o077)
     os.umask(mask)
@@ -175,50 +157,31 @@ def _machine(output_dir: Path) -> Iterator[Check]:
     yield Check("wandb", "OK", login(os.environ, Path.home()))
 
 
-def _judge(name: str, well: bool, found: str, mend: str, bad: Literal["WARN", "FAIL"] = "WARN") -> Check:
-    return Check(name, "OK", found) if well else Check(name, bad, found, mend)
-
-
-def _answer(*command: str, timeout_s: float = 10) -> str | None:
-    """A command's stripped output; None where it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+def _answer(*command: str) -> str | None:
+    """A command's stripped output; None where it is missing, fails or hangs, as nvidia-smi with a GPU off the bus."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, input="", stderr=subprocess.DEVNULL, text=True, timeout=30).strip()
+    return None
 
 
 def _installed(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def judge_packages(requirements: Sequence[str], version_of: Callable[[str], str | None]) -> Check:
     """What the package asks for, lines like `numpy>=1.26`, against what is installed. Lines of extras have a marker."""
-    found: list[str] = []
-    missing: list[str] = []
-    for line in requirements:
-        if match := re.fullmatch(r"([\w.-]+)>=([\d.]+)", line):
-            version = version_of(match[1])
-            found.append(f"{match[1]} {version or 'missing'}")
-            if version is None or _numbers(version) < _numbers(match[2]):
-                missing.append(f"'{line}'")
-    return _judge(
-        "packages",
-        not missing,
-        ", ".join(found) or "pithtrain itself is not installed",
-        f"{PIP} {' '.join(missing)}",
-        bad="FAIL",
-    )
+    asked = {match[1]: match[2] for line in requirements if (match := re.fullmatch(r"([\w.-]+)>=([\d.]+)", line))}
+    have = {name: version_of(name) or "missing" for name in asked}
+    old = [f"'{name}>={least}'" for name, least in asked.items() if _numbers(have[name]) < _numbers(least)]
+    found = ", ".join(f"{name} {version}" for name, version in have.items())
+    return _judge("packages", not old, found or "pithtrain itself is not installed", f"{PIP} {' '.join(old)}", "FAIL")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cu130 -> (2, 13, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+def _numbers(version: str) -> list[int]:
+    """2.13.0+cu130 -> [2, 13, 0]; what is missing has none."""
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
 def _torch() -> Iterator[Check]:
@@ -231,30 +194,27 @@ def _torch() -> Iterator[Check]:
         return
     built_for = torch.version.cuda
     found = f"{torch.__version__}, built for {f'CUDA {built_for}' if built_for else 'CPUs alone'}"
-    yield _judge("torch", _numbers(torch.__version__) >= OLDEST_TORCH, found, reinstall, bad="FAIL")
-    listed = _answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", timeout_s=SMI_S)
-    trouble: list[str] = []
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    yield _judge("torch", _numbers(torch.__version__) >= [2, 11], found, reinstall, "FAIL")
+    seen, trouble = torch.cuda.device_count() if torch.cuda.is_available() else 0, list[str]()
     for index in range(seen):
         try:
             free, total = torch.cuda.mem_get_info(index)
             if total - free > 2 * 2**30:
                 trouble.append(f"GPU {index}: {(total - free) / 2**30:.0f} GiB are taken by another process")
-            one = torch.ones(1024, device=f"cuda:{index}")
-            if (one + one).sum().item() != 2048:
+            if torch.ones(1024, device=f"cuda:{index}").sum().item() != 1024:
                 trouble.append(f"GPU {index}: computes wrongly")
         except Exception as error:
             trouble.append(f"GPU {index}: {str(error).splitlines()[0]}")
+    listed = _answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     yield judge_devices(listed, seen, built_for, os.environ.get("SLURM_GPUS_ON_NODE"), trouble)
-    nccl = cudnn = None
-    with contextlib.suppress(Exception):  # a build for CPUs alone has neither
-        import torch.cuda.nccl
+    versions = {"nccl": None, "cudnn": torch.backends.cudnn.version(), "triton": _installed("triton")}
+    with contextlib.suppress(Exception):  # a build for CPUs alone has none
+        from torch.cuda import nccl
 
-        nccl = ".".join(map(str, cast(tuple[int, ...], torch.cuda.nccl.version())))
-        cudnn = str(torch.backends.cudnn.version())
-    for name, version in (("nccl", nccl), ("cudnn", cudnn), ("triton", _installed("triton"))):
-        well = version is not None or not seen
-        yield _judge(name, well, version or ("missing" if seen else "none, and no GPU wants it"), reinstall, bad="FAIL")
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    for name, version in versions.items():
+        found = str(version or ("missing" if seen else "none, and no GPU wants it"))
+        yield _judge(name, version is not None or not seen, found, reinstall, "FAIL")
 
 
 def judge_devices(listed: str | None, seen: int, built_for: str | None, given: str | None, trouble: list[str]) -> Check:
@@ -264,7 +224,7 @@ def judge_devices(listed: str | None, seen: int, built_for: str | None, given: s
         found = f"{seen} x {gpus[0] if gpus else 'a GPU that nvidia-smi does not tell of'}"
         busy = all("another process" in words for words in trouble)
         mend = "`nvidia-smi` shows whose; slurm.exclusive=true keeps others away" if busy else "--exclude this node"
-        return _judge("devices", not trouble, "; ".join([found, *trouble]), mend, bad="WARN" if busy else "FAIL")
+        return _judge("devices", not trouble, "; ".join([found, *trouble]), mend, "WARN" if busy else "FAIL")
     if gpus:
         found = f"nvidia-smi lists {len(gpus)} x {gpus[0]}, torch sees none"
         if built_for is None:
@@ -285,23 +245,18 @@ def collective() -> Check:
         gpus = min(torch.cuda.device_count(), 8) if torch.cuda.is_available() else 0
     backend, size = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    with tempfile.TemporaryDirectory(prefix="pithtrain-doctor-") as there:
-        command = [sys.executable, "-m", "pithtrain.doctor", "collective", backend, str(size), f"{there}/store"]
-        outputs = [Path(there) / f"{rank}.txt" for rank in range(size)]
-        tasks: list[subprocess.Popen[bytes]] = []
-        for rank, output in enumerate(outputs):
-            with output.open("wb") as file:
-                tasks.append(subprocess.Popen([*command, str(rank)], env=env, stdout=file, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + COLLECTIVE_S
-        try:
-            while None in [task.poll() for task in tasks] and time.monotonic() < deadline:
-                time.sleep(0.05)
-        finally:
-            for task in tasks:
-                task.kill()
-                task.wait()
-        said = [output.read_text(errors="replace").strip() for output in outputs]
-        return judge_collective(backend, [task.returncode for task in tasks], said)
+    command = [sys.executable, "-m", "pithtrain.doctor", "collective", backend, str(size)]
+    run = functools.partial(subprocess.run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COLLECTIVE_S)
+
+    def task(rank: int) -> tuple[int, str]:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = run([*command, f"{there}/store", str(rank)], env=env, text=True, errors="replace")
+            return done.returncode, done.stdout.strip()
+        return -9, ""  # killed
+
+    with tempfile.TemporaryDirectory(prefix="pithtrain-doctor-") as there, ThreadPoolExecutor(size) as pool:
+        codes, said = zip(*pool.map(task, range(size)), strict=True)
+    return judge_collective(backend, codes, said)
 
 
 def judge_collective(backend: str, codes: Sequence[int], said: Sequence[str]) -> Check:
@@ -330,35 +285,19 @@ def login(env: Mapping[str, str], home: Path) -> str:
     return "no login; `wandb login` before logging.wandb.mode=online"
 
 
-# ---- the folder of the runs ------------------------------------------------------------------------------------------
-
-
 def folder(output_dir: Path) -> Iterator[Check]:
     """Does the file system under the runs keep what rundir relies on: flushed, renamed at once, locked for one."""
-    there = _existing(output_dir)
-    mounts = Path("/proc/self/mounts")
+    there, mounts = _existing(output_dir), Path("/proc/self/mounts")
     kind = (slurm.file_system(there, mounts.read_text()) if mounts.exists() else "") or "unknown"
     reach = "shared" if SHARED.match(kind) else "this machine's memory" if kind == "tmpfs" else "this machine's own"
     yield _judge("folder", kind != "tmpfs", f"{there}: {kind}, {reach}", ELSEWHERE)
     about = os.statvfs(there)
     yield judge_free(about.f_bavail * about.f_frsize / 2**30, about.f_favail if about.f_files else None)
     try:
-        probe = Path(tempfile.mkdtemp(prefix=".pithtrain-doctor-", dir=there))
+        with tempfile.TemporaryDirectory(prefix=".pithtrain-doctor-", dir=there, ignore_cleanup_errors=True) as probe:
+            yield from _probe(Path(probe))
     except OSError as error:
         yield Check("writing", "FAIL", f"{there}: {error.strerror}", f"chmod u+w {there}; or {ELSEWHERE}")
-        return
-    try:
-        yield _writing(probe)
-        yield _locks(probe)
-        before = time.time()
-        (probe / "clock").touch()
-        skew = (before + time.time()) / 2 - (probe / "clock").stat().st_mtime
-        found = f"{skew:+.1f} s from that of the folder's file system"
-        yield _judge("clock", abs(skew) < SKEW_S, found, "chronyc makestep, or have this machine's clock synchronised")
-    except OSError as error:
-        yield Check("writing", "FAIL", f"{there}: {error.strerror}", ELSEWHERE)
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
 
 
 def _existing(path: Path) -> Path:
@@ -369,42 +308,43 @@ def _existing(path: Path) -> Path:
 def judge_free(gib: float, inodes: int | None) -> Check:
     """`inodes`: how many files can still be made; None where the file system does not count them."""
     found = f"{gib:,.0f} GiB" + ("" if inodes is None else f" and {inodes:,} files")
-    mend = f"remove old checkpoints (one takes 12 bytes per parameter), or {ELSEWHERE}"
-    full = gib < NO_FREE_GIB or (inodes is not None and inodes < 10_000)
-    return _judge("free space", not full and gib >= LITTLE_FREE_GIB, found, mend, bad="FAIL" if full else "WARN")
+    mend = f"remove old checkpoints (one takes 12 bytes per parameter), or {ELSEWHERE}"  # 45 GiB for 4 billion
+    full = gib < 1 or (inodes is not None and inodes < 10_000)
+    return _judge("free space", not full and gib >= 50, found, mend, "FAIL" if full else "WARN")
 
 
-def _writing(probe: Path) -> Check:
+def _probe(probe: Path) -> Iterator[Check]:
     """Write, flush, rename over an older file, flush the folder: what makes a marker and a checkpoint whole."""
     began = time.monotonic()
-    (probe / "whole").write_text("old")
+    (probe / "whole").touch()
     with (probe / "aside").open("wb") as file:
         file.write(b"n" * 2**20)
         file.flush()
         os.fsync(file.fileno())
     (probe / "aside").replace(probe / "whole")
     handle = os.open(probe, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    took = time.monotonic() - began
-    if (probe / "whole").read_bytes() != b"n" * 2**20:
-        return Check("writing", "FAIL", "a file renamed over another still reads as the old one", ELSEWHERE)
-    return _judge("writing", took < SLOW_PROBE_S, f"1 MiB flushed and renamed in {took * 1e3:,.0f} ms", ELSEWHERE)
+    os.fsync(handle)
+    os.close(handle)
+    took = time.monotonic() - began  # milliseconds on a disk, tens of them on a file server
+    yield _judge("writing", took < 1, f"1 MiB flushed and renamed in {took * 1e3:,.0f} ms", ELSEWHERE)
+    yield _locks(probe / "lock")
+    before = time.time()
+    (probe / "clock").touch()
+    skew = (before + time.time()) / 2 - (probe / "clock").stat().st_mtime
+    found = f"{skew:+.1f} s from that of the folder's file system"
+    yield _judge("clock", abs(skew) < SKEW_S, found, "chronyc makestep, or have this machine's clock synchronised")
 
 
-def _locks(probe: Path) -> Check:
-    with (probe / "lock").open("w") as one, (probe / "lock").open("w") as other:
+def _locks(path: Path) -> Check:
+    with path.open("w") as one, path.open("w") as other:
         try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for file in (one, other):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Check("locks", "OK", "flock lets one in")
         except OSError as error:
             mend = f"mount it with locks (lustre: -o flock), or {ELSEWHERE}"
             return Check("locks", "FAIL", f"flock: {error.strerror}", mend)
-        try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return Check("locks", "OK", "flock lets one in")
     return Check("locks", "WARN", "flock lets two in at once", f"give one command for a run at a time, or {ELSEWHERE}")
 
 
@@ -438,27 +378,22 @@ def _slurm() -> Iterator[Check]:
 
 def parse_config(answer: str) -> dict[str, str]:
     """`scontrol show config`: lines of `Name = value`."""
-    pairs = (line.split("=", 1) for line in answer.splitlines() if "=" in line)
-    return {name.strip(): value.strip() for name, value in pairs}
-
-
-def _seconds(value: str) -> int:
-    """`30 sec` or `30` -> 30."""
-    return int(value.partition(" ")[0])
+    return dict(re.findall(r"^(\S+)\s*= (.*?)\s*$", answer, re.MULTILINE))
 
 
 def judge_limits(config: Mapping[str, str], partitions: Sequence[Mapping[str, str]]) -> Iterator[Check]:
     """What the site's settings mean for stopping and going on. They are not ours: each mend is what a user can do."""
+    wait_s = slurm.seconds(config.get("KillWait", "30").removesuffix(" sec"))
     for row in partitions:
         name = f"{row.get('PartitionName')}{'*' if row.get('Default') == 'YES' else ''}"
-        found, mend = _preemption(config, row)
+        found, mend = _preemption(config.get("PreemptType", ""), row, wait_s)
         facts = f"{row.get('TotalNodes')} nodes, up to {row.get('MaxTime', '?').lower()}, {found}"
-        up = row.get("State", "UP") == "UP"
-        mend = mend if up else "slurm.partition: choose another, `sinfo -s` shows them"
-        yield _judge(f"partition {name}", up and not mend, facts if up else f"{facts}; {row['State'].lower()}", mend)
-    wait = _seconds(config.get("KillWait", "30"))
+        if row.get("State", "UP") != "UP":
+            facts += f"; {row['State'].lower()}"
+            mend = "slurm.partition: choose another, `sinfo -s` shows them"
+        yield _judge(f"partition {name}", not mend, facts, mend)
     mend = "stop runs with `pithtrain cancel RUN`: it waits for the save"
-    yield _judge("stopping", wait >= LEAST_STOP_S, f"KillWait: {wait} s from scancel to the kill", mend)
+    yield _judge("stopping", wait_s >= LEAST_STOP_S, f"KillWait: {wait_s:.0f} s from scancel to the kill", mend)
     yield Check("requeue", "OK", f"JobRequeue: {config.get('JobRequeue', '?')}; a run's script asks for it in any case")
     tracked = config.get("ProctrackType", "").removeprefix("proctrack/")
     mend = "a process that left its group outlives a kill: `pgrep -u $USER python` on the node finds it"
@@ -467,23 +402,25 @@ def judge_limits(config: Mapping[str, str], partitions: Sequence[Mapping[str, st
     yield Check("limits", "OK", f"EnforcePartLimits: {strict}; `submit` looks by itself for what can never start")
 
 
-def _preemption(config: Mapping[str, str], row: Mapping[str, str]) -> tuple[str, str]:
+def _preemption(kind: str, row: Mapping[str, str], wait_s: float) -> tuple[str, str]:
     """What preemption does to a job of this partition, and what to do about it, "" where nothing."""
-    mode = row.get("PreemptMode", "OFF")
-    if config.get("PreemptType", "").endswith("none") or mode == "OFF":
+    mode, grace_s = row.get("PreemptMode", "OFF"), slurm.seconds(row.get("GraceTime", "0"))
+    if kind.endswith("none") or mode == "OFF":
         return "never preempted", ""
-    grace = _seconds(row.get("GraceTime", "0"))
-    time_s = grace + _seconds(config.get("KillWait", "30"))
-    found = f"preempted by {mode.lower()} with {time_s} s to save"
+    found = f"preempted by {mode.lower()} with {grace_s + wait_s:.0f} s to save"
     often = "checkpoint.interval: save as often as steps may be lost"
     if "SUSPEND" in mode:
         return f"{found} (a suspended run outlives its collectives' time-outs)", "slurm.partition: choose another"
-    if mode == "CANCEL" and grace == 0:
+    if mode == "CANCEL" and grace_s == 0:
         return f"{found} (Slurm restarts nothing)", f"{often}; afterwards `pithtrain resume RUN`"
-    return found, often if time_s < LEAST_STOP_S else ""
+    return found, often if grace_s + wait_s < LEAST_STOP_S else ""
 
 
 # ---- several nodes ---------------------------------------------------------------------------------------------------
+
+
+def _without(host: str) -> str:
+    return f"leave it out: `pithtrain resume RUN --exclude {host}`, or `submit` with --set slurm.exclude={host}"
 
 
 def _whole_nodes(partition: str | None) -> list[str]:
@@ -495,7 +432,7 @@ def _whole_nodes(partition: str | None) -> list[str]:
 
 
 def node(output_dir: Path) -> None:
-    """A node's task: JSON lines about this machine, then about the meeting with the others. Does not return.
+    """A node's task: JSON lines about this machine, then about the meeting with the others.
 
     The lines are short, since srun cuts those of more than 1024 bytes and mixes the pieces of different tasks.
     """
@@ -505,82 +442,27 @@ def node(output_dir: Path) -> None:
 
     say(nodes=os.environ["SLURM_STEP_NODELIST"])
     for check in _machine(output_dir):
-        say(check=dataclasses.asdict(dataclasses.replace(check, found=check.found[:LONGEST_FOUND])))
+        say(check=dataclasses.asdict(dataclasses.replace(check, found=check.found[:400])))
     token = f"{os.environ['SLURM_JOB_ID']}-{os.environ['SLURM_STEP_ID']}"
     shared = _existing(output_dir) / f".pithtrain-doctor-{token}"
     try:
-        met, links = meet(shared)
+        import torch
+
+        here, device = worker.seat(os.environ), "cuda:0" if torch.cuda.is_available() else "cpu"
+        method = worker.init_method(os.environ | {"MASTER_ADDR": _address()}, Path(os.devnull))
+        met, links = meet(here.rank, here.world_size, method, device, shared)
         for rank, gb_s in links.items():
             say(link=[rank, gb_s])
         say(met=met)
     except Exception as error:
-        say(error=f"{type(error).__name__}: {error}".splitlines()[0][:LONGEST_FOUND])
+        say(error=f"{type(error).__name__}: {error}".splitlines()[0][:400])
     with contextlib.suppress(OSError):
         shared.unlink(missing_ok=True)
-    sys.stdout.flush()
-    os._exit(0)  # a communicator whose peer is gone must not hold this process
 
 
-def meet(shared: Path) -> tuple[dict[str, Any], dict[int, float]]:
-    """Measure what lies between the nodes, one rank each. `shared`: a file for rank 0 to make.
-
-    clock_s   this clock minus rank 0's
-    seen_s    until the file was seen here; None: never
-    small_s   of a small all-reduce over all; gb_s: bus bandwidth of a large one
-
-    And on rank 0 GB/s to each other rank and back: one bad cable slows the all-reduces of all alike, and names nobody.
-    """
-    import torch
-    import torch.distributed as dist
-
-    here = worker.seat(os.environ)
-    rank, size = here.rank, here.world_size
-    method = worker.init_method(os.environ | {"MASTER_ADDR": _address(os.environ)}, Path(os.devnull))
-    address, timeout = urlsplit(method), datetime.timedelta(seconds=JOIN_S)
-    store = dist.TCPStore(address.hostname or "", address.port or 0, size, rank == 0, timeout)
-    clock_s = 0.0
-    if rank == 0:
-        with contextlib.suppress(OSError):  # then nobody sees it
-            shared.touch()
-        for other in range(1, size):  # each in turn: none waits in a queue while its clock is compared
-            store.wait([f"ask{other}"])
-            store.set(f"clock{other}", repr(time.time()))
-        store.set("written", "")
-    else:
-        before = time.time()
-        store.set(f"ask{rank}", "")
-        rank_0_s = float(store.get(f"clock{rank}"))
-        clock_s = (before + time.time()) / 2 - rank_0_s
-    store.wait(["written"])
-    began = time.monotonic()
-    while shared.name not in os.listdir(shared.parent) and time.monotonic() - began < SEEN_S:
-        time.sleep(0.1)
-    seen_s = time.monotonic() - began
-    # gloo in any case, as in a run: its flags and checkpoints are agreed on by it
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    small_s, gb_s = _all_reduce("gloo", "cpu")
-    backend, device = "gloo", "cpu"
-    group: Any = None
-    if torch.cuda.is_available():
-        backend, device, group = "nccl", "cuda:0", dist.new_group(backend="nccl", timeout=timeout)
-        small_s, gb_s = _all_reduce(backend, device, group)
-    tensor = torch.zeros(LARGE_MIB[backend] * 2**18, device=device)
-
-    def there_and_back(other: int) -> None:
-        for sender in (0, other):
-            (dist.send if rank == sender else dist.recv)(tensor, other if rank == 0 else 0, group=group)
-
-    others = range(1, size) if rank == 0 else [rank]
-    seconds = {other: _seconds_of(lambda other=other: there_and_back(other), device) for other in others}
-    links = {other: 8 * tensor.numel() / took / 1e9 for other, took in seconds.items() if rank == 0}
-    dist.barrier()
-    seen = seen_s if seen_s < SEEN_S else None
-    return {"rank": rank, "clock_s": clock_s, "seen_s": seen, "small_s": small_s, "gb_s": gb_s}, links
-
-
-def _address(env: Mapping[str, str]) -> str:
+def _address() -> str:
     """Rank 0's host. A batch script's srun tells it, ours is elsewhere; where a name does not resolve, Slurm knows."""
-    host = env.get("MASTER_ADDR") or worker.first_host(env["SLURM_STEP_NODELIST"])
+    host = os.environ.get("MASTER_ADDR") or worker.first_host(os.environ["SLURM_STEP_NODELIST"])
     try:
         socket.getaddrinfo(host, None)
     except OSError:
@@ -588,34 +470,59 @@ def _address(env: Mapping[str, str]) -> str:
     return host
 
 
-def _seconds_of(act: Callable[[], object], device: str) -> float:
-    """The median time of a communication, after a first one that connects."""
-    import torch
+def meet(rank: int, size: int, method: str, device: str, shared: Path) -> tuple[dict[str, Any], dict[int, float]]:
+    """Measure what lies between processes. `shared`: a file for rank 0 to make.
 
-    took: list[float] = []
-    for _ in range(1 + ROUNDS):
-        began = time.monotonic()
-        act()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        took.append(time.monotonic() - began)
-    return statistics.median(took[1:])
+    clock_s   this clock minus rank 0's
+    seen_s    until the file was seen here; None: never
+    small_s   of a small all-reduce over all; gb_s: bus bandwidth of a large one, 2 (n - 1) / n times its bytes a second
 
-
-def _all_reduce(backend: str, device: str, group: Any = None) -> tuple[float, float]:
-    """(seconds of a small all-reduce over the group, by default of all ranks, GB/s of a large one).
-
-    Bus bandwidth as NCCL's own tests count it: 2 (n - 1) / n times the bytes, per second.
+    And on rank 0, where there are several hosts, GB/s to each other rank and back: one bad cable slows the all-reduces
+    of all alike, and names nobody.
     """
     import torch
     import torch.distributed as dist
 
-    small, large = (torch.zeros(numel, device=device) for numel in (1, LARGE_MIB[backend] * 2**18))
-    size = dist.get_world_size()
-    small_s, large_s = (
-        _seconds_of(lambda tensor=tensor: dist.all_reduce(tensor, group=group), device) for tensor in (small, large)
-    )
-    return small_s, 2 * (size - 1) / size * 4 * large.numel() / large_s / 1e9
+    backend, limit = "gloo", datetime.timedelta(seconds=120)  # from one node's readiness to the last one's
+    if device != "cpu":
+        backend = "cpu:gloo,cuda:nccl"  # gloo in any case, as in a run: its flags and checkpoints are agreed on by it
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, method, limit, size, rank)
+    if rank == 0:
+        with contextlib.suppress(OSError):  # then nobody sees it
+            shared.touch()
+    dist.all_reduce(torch.zeros(1))  # all leave it within milliseconds
+    clocks: list[Any] = [time.time()] * size
+    dist.all_gather_object(clocks, clocks[rank])
+    began, seen_s = time.monotonic(), 0.0
+    while shared.name not in os.listdir(shared.parent) and seen_s < SEEN_S:
+        time.sleep(0.1)
+        seen_s = time.monotonic() - began
+
+    def seconds(act: Callable[[torch.Tensor], object], mib: float) -> float:
+        """The median time of ten communications of a tensor, after a first one that connects."""
+        tensor, took = torch.zeros(max(1, int(mib * 2**18)), device=device), list[float]()
+        for _ in range(11):
+            began = time.monotonic()
+            act(tensor)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            took.append(time.monotonic() - began)
+        return statistics.median(took[1:])
+
+    def there_and_back(other: int, tensor: torch.Tensor) -> None:
+        for sender in (0, other):
+            (dist.send if rank == sender else dist.recv)(tensor, other if rank == 0 else 0)
+
+    mib = LARGE_MIB["gloo" if device == "cpu" else "nccl"]
+    small_s, large_s = (seconds(lambda tensor: dist.all_reduce(tensor), each) for each in (0, mib))
+    gb = mib * 2**20 / 1e9
+    others = range(0) if method.startswith("file:") else range(1, size) if rank == 0 else [rank]
+    links = {other: 2 * gb / seconds(functools.partial(there_and_back, other), mib) for other in others}
+    dist.all_reduce(torch.zeros(1))  # none leaves before the others have done
+    met = {"rank": rank, "clock_s": clocks[rank] - clocks[0], "seen_s": seen_s if seen_s < SEEN_S else None}
+    met |= {"small_s": small_s, "gb_s": 2 * (size - 1) / size * gb / large_s}
+    return met, links if rank == 0 else {}
 
 
 def judge_nodes(reports: Sequence[Mapping[str, Any]], hosts: Sequence[str], said: str) -> list[Check]:
@@ -632,34 +539,23 @@ def judge_nodes(reports: Sequence[Mapping[str, Any]], hosts: Sequence[str], said
     why = {each["doctor"]: each["error"] for each in reports if "error" in each}
     checks: list[Check] = []
     for host in hosts:
-        if not about.get(host):
+        told = about.get(host)
+        if not told:
             words = next((line for line in errors if re.search(rf"\b{re.escape(host)}\b", line)), "no word from srun")
             checks.append(Check(host, "FAIL", f"its task ended before it could tell: {words}", _without(host)))
             continue
-        told = about[host]
         bad = [dataclasses.replace(check, name=f"{host} {check.name}") for check in told.values() if check.mend]
         facts = [f"{len(told) - len(bad)} of {len(told)} checks are well"]
         facts += [told[name].found for name in ("host", "devices") if name in told]
         checks += [Check(host, "OK", "; ".join(facts)), *bad]
         if host not in met:
             found = why.get(host, "no answer from the meeting of all nodes")
-            checks.append(Check(f"{host} meeting", "FAIL", found, _meeting_mend(host, found)))
+            mend = next(
+                (mend for what, mend in MEETING_MENDS.items() if re.search(what, found.lower())), _without(host)
+            )
+            checks.append(Check(f"{host} meeting", "FAIL", found, mend))
     links = dict(each["link"] for each in reports if "link" in each)
     return [*checks, *_unlike(about), *(_between(met, links) if len(met) == len(hosts) else ())]
-
-
-def _without(host: str) -> str:
-    return f"leave it out: `pithtrain resume RUN --exclude {host}`, or `submit` with --set slurm.exclude={host}"
-
-
-def _meeting_mend(host: str, found: str) -> str:
-    if "nccl" in found.lower():
-        return "slurm.env: NCCL_SOCKET_IFNAME (`ip -brief address` on a node), NCCL_IB_HCA (`ibv_devices`), with a `=`"
-    if re.search(r"gloo|resolve|hostname", found, re.IGNORECASE):
-        return "slurm.env: {GLOO_SOCKET_IFNAME: the interface between the nodes}, see `ip -brief address` on one"
-    if re.search(r"listen|connect|address", found, re.IGNORECASE):
-        return "slurm.env: {MASTER_ADDR: ..., MASTER_PORT: ...}, an address and a port that are open between the nodes"
-    return _without(host)
 
 
 def _unlike(about: Mapping[str, Mapping[str, Check]]) -> Iterator[Check]:
@@ -679,40 +575,30 @@ def _between(met: Mapping[str, Mapping[str, Any]], links: Mapping[int, float]) -
     found = f"{len(met)} nodes: small all-reduce {first['small_s'] * 1e6:,.0f} us, large at {first['gb_s']:.3g} GB/s"
     yield Check("meeting", "OK", found)
     blind = [host for host, report in met.items() if report["seen_s"] is None]
-    found = f"{', '.join(blind) or 'no node'} does not see a file that {host_of[0]} wrote"
+    found = f"{', '.join(blind)} does not see a file that {host_of[0]} wrote"
     if not blind:
         found = f"a file of {host_of[0]} is seen by all within {max(report['seen_s'] for report in met.values()):.1f} s"
-    yield _judge("shared folder", not blind, found, f"{ELSEWHERE}, on a shared file system (`df -T`)", bad="FAIL")
-    skews = {host: report["clock_s"] for host, report in met.items()}
-    worst = max(skews, key=lambda host: abs(skews[host]))
-    found = f"at most {abs(skews[worst]):.3f} s apart, {worst} from {host_of[0]}"
-    yield _judge("clocks", abs(skews[worst]) < SKEW_S, found, f"chronyc makestep there, or {_without(worst)}")
+    yield _judge("shared folder", not blind, found, f"{ELSEWHERE}, on a shared file system (`df -T`)", "FAIL")
+    worst, skew_s = max(((host, report["clock_s"]) for host, report in met.items()), key=lambda each: abs(each[1]))
+    found = f"at most {abs(skew_s):.3f} s apart, {worst} from {host_of[0]}"
+    yield _judge("clocks", abs(skew_s) < SKEW_S, found, f"chronyc makestep there, or {_without(worst)}")
     usual = statistics.median(links.values() or [0.0])
     for rank, gb_s in links.items():
-        if gb_s < SLOW_LINK * usual:
-            host = host_of[rank]
-            yield Check(
-                f"{host} link", "WARN", f"{gb_s:.3g} GB/s from {host_of[0]}; usual: {usual:.3g}", _without(host)
-            )
+        if gb_s < usual / 2:
+            found = f"{gb_s:.3g} GB/s from {host_of[0]}; usual: {usual:.3g}"
+            yield Check(f"{host_of[rank]} link", "WARN", found, _without(host_of[rank]))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`node FOLDER`, as check_nodes starts it; `collective BACKEND SIZE STORE RANK`, as collective does."""
+    """`node FOLDER`, as check_nodes starts it; `collective DEVICE SIZE STORE RANK`, as collective does."""
     if arguments[0] == "node":
         node(Path(arguments[1]))
-    import torch
-    import torch.distributed as dist
-
-    _, backend, size, store, rank = arguments
-    device = "cpu" if backend == "gloo" else f"cuda:{rank}"
-    if device != "cpu":
-        torch.cuda.set_device(int(rank))
-    timeout = datetime.timedelta(seconds=COLLECTIVE_S)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=int(rank), world_size=int(size), timeout=timeout
-    )
-    print(json.dumps(_all_reduce(backend, device)), flush=True)
-    dist.destroy_process_group()
+    else:
+        _, backend, size, store, rank = arguments
+        device = "cpu" if backend == "gloo" else f"cuda:{rank}"
+        met, _ = meet(int(rank), int(size), f"file://{store}", device, Path(store))
+        print(json.dumps([met["small_s"], met["gb_s"]]), flush=True)
+    os._exit(0)  # a communicator whose peer is gone must not hold this process
 
 
 if __name__ == "__main__":

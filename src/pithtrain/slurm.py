@@ -1,7 +1,6 @@
 """Slurm, asked: every question to it is a function that returns data, and what the data means is said in words.
 
-Nothing here starts a run. `call` runs one command with a clean, locale-free environment and waits out a controller that
-is away for a moment; the others read its text. Facts and judgement are apart, so that each rule is tested on text:
+Nothing here starts a run. Facts and judgement are apart, so that each rule is tested on text:
 
     cluster_facts()           partitions, nodes, accounts, job ids: a few short questions      -> Cluster
     problems(spec, cluster)   what sbatch would let through although it can never run          -> refusals, warnings
@@ -10,15 +9,12 @@ is away for a moment; the others read its text. Facts and judgement are apart, s
 
 Why we check at all: by default sbatch accepts more nodes than there are, a time limit above the partition's, and a
 dependency on a job that nobody knows; the job then waits for ever, or starts without what it was to wait for. And
-`sbatch --test-only` refuses a job that only waits for a drained node. Seen on 22.05.
+`sbatch --test-only` refuses a job that only waits for a drained node. Seen on 22.05. Worked example:
 
-Worked example:
-
-    spec with nodes: 5, time: 2-00:00:00, on a partition `train` of two nodes with MaxTime=1-00:00:00
-    ->  slurm.nodes = 5: train has 2 (2 up, 0 drained)
-        slurm.time = '2-00:00:00': is above train's limit; use at most 1d: the run continues by itself across limits
+    nodes: 5 on a partition of two  ->  slurm.nodes = 5: train has 2 (2 up, 0 drained)
 """
 
+import contextlib
 import difflib
 import functools
 import getpass
@@ -31,7 +27,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,20 +42,8 @@ AWAY = re.compile(
     r"|unexpected message received",  # what `scontrol requeue` says of a connection that was refused
     re.IGNORECASE,
 )
-ENDED = frozenset(
-    [
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    ]
-)
+_BROKEN = frozenset(["BOOT_FAIL", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"])
+ENDED = _BROKEN | {"CANCELLED", "COMPLETED", "DEADLINE", "PREEMPTED", "REVOKED"}
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -74,7 +58,7 @@ def call(*command: str, input_text: str | None = None) -> str:
 def _ask(
     command: Sequence[str], input_text: str | None = None, waits_s: Sequence[float] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace", check=False)
+    run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace")
     said, conf = "", os.environ.get("SLURM_CONF")
     if conf and not os.path.exists(conf):  # Slurm itself would look for it for a minute
         raise SlurmError(f"SLURM_CONF = {conf}: there is no such file")
@@ -97,22 +81,21 @@ def _ask(
 
 def _maybe(*command: str) -> list[str]:
     """The lines of an answer that many clusters cannot give: asked once, none where it fails."""
-    try:
+    with contextlib.suppress(SlurmError):
         return _ask(command, waits_s=()).stdout.splitlines()
-    except SlurmError:
-        return []
+    return []
 
 
 def _environment() -> dict[str, str]:
     """Ours without what bends Slurm's answers: an outer job's variables, the user's own output formats, a language."""
-    bends = re.compile(r"(SLURM_(?!CONF|JWT)|S(BATCH|CONTROL|QUEUE|INFO|ACCT|CANCEL|RUN)_).*")
-    kept = {name: value for name, value in os.environ.items() if not bends.fullmatch(name)}
+    bends = re.compile(r"SLURM_(?!CONF|JWT)|S(BATCH|CONTROL|QUEUE|INFO|ACCT|CANCEL|RUN)_")
+    kept = {name: value for name, value in os.environ.items() if not bends.match(name)}
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # times come as seconds since 1970
 
 
 def configured() -> bool:
     """Whether this machine belongs to a cluster, which need not answer just now."""
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+    if not (shutil.which("sbatch") and shutil.which("srun")):
         return False
     try:
         return bool(os.environ.get("SLURM_CONF") or _ask(["sinfo", "--noheader"], waits_s=()))
@@ -141,22 +124,18 @@ def cancel(job_id: str, signal: str | None = None) -> None:
 
 
 def test_only(script_text: str, may_wait: bool = False) -> str:  # noqa: PT028  it is no test
-    """When Slurm would start this script, in words. Raises SlurmError with its words where it refuses the script.
-
-    `may_wait`: some node is down, drained or reserved. Slurm then calls a job impossible that only has to wait for it,
-    so that answer is returned.
-    """
+    """When Slurm would start this script, in words. Raises SlurmError with its words where it refuses the script, but
+    where the job `may_wait` for nodes that are down, drained or reserved: Slurm calls such a job impossible."""
     try:
         said = _ask(["sbatch", "--test-only"], script_text).stderr.strip()
     except SlurmError as error:
         if may_wait and "node configuration is not available" in str(error):
             return "Slurm cannot say when it starts: it waits for nodes that are down, drained or reserved"
         raise
-    match = re.search(r"to start at (\d+) using .* on nodes? (\S+)", said)
-    if match is None:
-        return said
-    wait_s = int(match[1]) - time.time()
-    return f"Slurm would start it {'now' if wait_s < 60 else f'in {words(wait_s)}'} on {match[2]}"
+    if match := re.search(r"to start at (\d+) using .* on nodes? (\S+)", said):
+        wait_s = int(match[1]) - time.time()
+        return f"Slurm would start it {'now' if wait_s < 60 else f'in {words(wait_s)}'} on {match[2]}"
+    return said
 
 
 # ---- reading Slurm's text --------------------------------------------------------------------------------------------
@@ -174,10 +153,7 @@ def seconds(text: str) -> float:
     if not re.fullmatch(r"(\d+-)?[\d:]+", text):
         return math.inf
     days, _, clock = text.rpartition("-")
-    total = 0
-    for part in clock.split(":"):
-        total = 60 * total + int(part)
-    return int(days or 0) * 86400 + total
+    return 86400 * int(days or 0) + sum(60**i * int(part) for i, part in enumerate(reversed(clock.split(":"))))
 
 
 def words(duration_s: float) -> str:
@@ -185,9 +161,9 @@ def words(duration_s: float) -> str:
     left, parts = max(0, round(duration_s)), list[str]()
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         count, left = divmod(left, size)
-        parts.append(f"{count}{unit}" if count else "")
-    first = next((i for i, part in enumerate(parts) if part), 3)
-    return "".join(parts[first : first + 2]) or "0s"
+        if count or parts:
+            parts.append(f"{count}{unit}" if count else "")
+    return "".join(parts[:2]) or "0s"
 
 
 def hostnames(text: str) -> list[str]:
@@ -245,8 +221,8 @@ def read_queue(answer: str) -> dict[str, Job]:
         if len(row) == len(_COLUMNS) + 1:
             job_id, name, state, reason, nodes, start, left, restarts, comment, _ = row
             began, left_s = float(start) if start.isdecimal() else None, seconds(left)
-            left_s = None if math.isinf(left_s) else left_s
-            jobs[job_id] = Job(job_id, name, state, reason, nodes, comment, began, int(restarts or 0), left_s)
+            limit_s = None if math.isinf(left_s) else left_s
+            jobs[job_id] = Job(job_id, name, state, reason, nodes, comment, began, int(restarts or 0), limit_s)
     return jobs
 
 
@@ -283,14 +259,13 @@ _NEVER = {  # what the reason says -> why the job will never start as it is
 _YET = {  # what the reason says -> what the job waits for
     "None": "the scheduler has not looked at it yet",
     "Priority": "waits behind jobs of higher priority",
-    "Resources|NodeDown|FrontEndDown": "waits for nodes to become free",
+    "Resources|NodeDown": "waits for nodes to become free",
     "Nodes.required.for.job": "waits for nodes that are down, drained or reserved",
     "ReqNodeNotAvail.*reserved|Reservation": "waits for nodes that are reserved for others",
     "ReqNodeNotAvail": "waits for nodes that are down or drained",
     "Dependency": "waits for another job to end",
     "PartitionDown": "waits for its partition to be opened",
     "Licenses": "waits for licenses",
-    "JobArrayTaskLimit": "waits for other tasks of its array",
     "Cleaning|Prolog|BurstBuffer": "is being prepared or cleaned up",
     r"(QOS|Assoc)\w*(Minutes|Mins)": "waits until its account or QOS has hours again",
     "QOS|Assoc|AccountingPolicy": "waits until other jobs of its account or QOS have ended",
@@ -299,16 +274,15 @@ _YET = {  # what the reason says -> what the job waits for
 
 def pending_in_words(job: Job, now: float) -> str:
     """Why a job that waits does not run, in one line: `restarts in 1m40s`, `will never start because ...`."""
-    wait_s = None if job.start is None else job.start - now
+    wait_s = 0 if job.start is None else job.start - now
     if job.reason == "BeginTime":
-        verb = "restarts" if job.restarts else "starts"
-        soon = "as soon as nodes are free" if wait_s is None or wait_s < 1 else f"in {words(wait_s)}"
-        return f"{verb} {soon}"
+        soon = "as soon as nodes are free" if wait_s < 1 else f"in {words(wait_s)}"
+        return f"{'restarts' if job.restarts else 'starts'} {soon}"
     for pattern, why in _NEVER.items():
         if re.match(pattern, job.reason, re.IGNORECASE):
             return f"will never start because {why} ({job.reason})"
     waits = next((what for pattern, what in _YET.items() if re.match(pattern, job.reason, re.IGNORECASE)), "waits")
-    expected = f", expected to start in {words(wait_s)}" if wait_s is not None and wait_s > 0 else ""
+    expected = f", expected to start in {words(wait_s)}" if wait_s > 0 else ""
     return f"{waits}{expected} ({job.reason})"
 
 
@@ -337,6 +311,10 @@ class Node:
     @property
     def num_gpus(self) -> int:
         return sum(count for _, count in self.gpus)
+
+    @property
+    def shown_gpus(self) -> str:
+        return ",".join(f"gpu:{kind}:{count}" if kind else f"gpu:{count}" for kind, count in self.gpus) or "no GPU"
 
 
 @dataclass(frozen=True)
@@ -373,9 +351,7 @@ class Cluster:
 def cluster_facts(spec: RunSpec | None = None) -> Cluster:
     """What Slurm says of itself now; of accounts and job ids only what this spec names, where one is given."""
     show, account = ("scontrol", "--all", "--oneliner", "show"), ("sacctmgr", "--noheader", "--parsable2", "show")
-    jobs: frozenset[str] = frozenset()
-    if spec is None or "dependency" in spec.slurm.additional_parameters:
-        jobs = frozenset(call("squeue", "--states=all", "--noheader", "--format=%A %F").split())
+    depends = spec is None or "dependency" in spec.slurm.additional_parameters
     asked = spec is None or spec.slurm.account or spec.slurm.qos
     mounts = Path("/proc/mounts")
     return Cluster(
@@ -383,7 +359,7 @@ def cluster_facts(spec: RunSpec | None = None) -> Cluster:
         nodes=read_nodes(call(*show, "node")),
         accounts=frozenset(_maybe(*account, "assoc", f"user={getpass.getuser()}", "format=account") if asked else ()),
         qos=frozenset(_maybe(*account, "qos", "format=name") if asked else ()),
-        jobs=jobs,
+        jobs=frozenset(call("squeue", "--states=all", "--noheader", "--format=%A %F").split() if depends else ()),
         mounts=mounts.read_text() if mounts.exists() else "",
         host=socket.gethostname(),
     )
@@ -405,6 +381,9 @@ def read_partitions(answer: str) -> tuple[Partition, ...]:
     )
 
 
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(\d+)")  # gpu:4, gpu:h100:8(S:0-1), gpu:a100:2,nic:1
+
+
 def read_nodes(answer: str) -> tuple[Node, ...]:
     """The nodes in the answer of `scontrol show node -o`."""
     return tuple(
@@ -413,10 +392,7 @@ def read_nodes(answer: str) -> tuple[Node, ...]:
             state=row.get("State", "UNKNOWN"),
             cpus=int(row.get("CPUEfctv", row.get("CPUTot", 0))),
             memory_mib=float(row.get("RealMemory", 0)) - float(row.get("MemSpecLimit", 0)),
-            gpus=tuple(  # gpu:4, gpu:h100:8(S:0-1), gpu:a100:2,nic:1
-                (kind, int(count))
-                for kind, count in re.findall(r"(?:^|,)gpu:(?:([^:,()]+):)?(\d+)", row.get("Gres", ""))
-            ),
+            gpus=tuple((kind, int(count)) for kind, count in _GPUS.findall(row.get("Gres", ""))),
             features=frozenset(re.findall(r"[^,\s]+", row.get("AvailableFeatures", ""))),
             partitions=frozenset(re.findall(r"[^,\s]+", row.get("Partitions", ""))),
             host=row.get("NodeHostName", row["NodeName"]),
@@ -433,26 +409,20 @@ Findings = Iterator[Problem | str]  # a Problem is refused, a text is a warning
 
 
 def problems(spec: RunSpec, cluster: Cluster) -> tuple[list[Problem], list[str]]:
-    """What can never run of this spec on this cluster, and warnings: what cannot run now, or cannot be known.
-
-    Several partitions in one `slurm.partition` are alternatives: one that fits is enough.
-    """
-    known = {one.name: one for one in cluster.partitions}
-    have = f"have {', '.join(one.name + '*' * one.default for one in cluster.partitions) or 'none'}"
-    wanted = [name for name in (spec.slurm.partition or "").split(",") if name]
-    found: list[Problem | str] = []
-    for name in wanted:
-        if name not in known:
-            found.append(Problem("slurm.partition", name, f"there is no such partition; {have}", _near(name, known)))
+    """What can never run of this spec on this cluster, and warnings: what cannot run now, or cannot be known. Several
+    partitions in one `slurm.partition` are alternatives: one that fits is enough."""
+    known = [one.name for one in cluster.partitions]
+    have = ", ".join(one.name + "*" * one.default for one in cluster.partitions)
+    wanted, rule = [name for name in (spec.slurm.partition or "").split(",") if name], "there is no such partition"
+    missing = [name for name in wanted if name not in known]
+    found: list[Problem | str] = [_unknown("partition", name, rule, name, known, have) for name in missing]
     chosen = [one for one in cluster.partitions if (one.name in wanted if wanted else one.default)]
     if not wanted and not chosen:
-        found.append(Problem("slurm.partition", None, "this cluster has no default partition", have))
-    judged = [list(_judge(spec, one, cluster)) for one in chosen]
-    found += min(
-        judged,
-        key=lambda one: (sum(isinstance(item, Problem) for item in one), len(one)),
-        default=list[Problem | str](),
-    )
+        found.append(
+            Problem("slurm.partition", None, "this cluster has no default partition", f"have {have or 'none'}")
+        )
+    judged = [list(_judge(spec, one, cluster)) for one in chosen] or [list[Problem | str]()]
+    found += min(judged, key=lambda one: (sum(isinstance(item, Problem) for item in one), len(one)))
     found += _judge_rest(spec, cluster)
     return [one for one in found if isinstance(one, Problem)], [one for one in found if isinstance(one, str)]
 
@@ -482,23 +452,29 @@ def _judge(spec: RunSpec, partition: Partition, cluster: Cluster) -> Findings:
     elif slurm.nodes > up and "reservation" not in slurm.additional_parameters:
         yield f"slurm.nodes = {slurm.nodes}: {counts}: the job waits for nodes to come up"
 
+    def short(need: float, have: list[tuple[float, str]]) -> str:
+        """ "" where enough nodes, or all, have what is needed; else what the nodes have, the most frequent first."""
+        if sum(amount >= need for amount, _ in have) >= min(slurm.nodes, len(have)):
+            return ""
+        kinds = Counter(shown for _, shown in have).most_common(5)
+        return ", ".join(kind if len(kinds) == 1 else f"{kind} ({count} nodes)" for kind, count in kinds)
+
     tasks, each = slurm.gpus_per_node, slurm.cpus_per_task or 1
-    gpus = _have(nodes, slurm.nodes, tasks, lambda node: node.num_gpus, _gpus)
+    gpus = short(tasks, [(node.num_gpus, node.shown_gpus) for node in nodes])
     if gpus and spec.training.device != "cpu":
         yield Problem("slurm.gpus_per_node", tasks, f"nodes of {at} have {gpus}")
-    if cpus := _have(nodes, slurm.nodes, tasks * each, lambda node: node.cpus, lambda node: f"{node.cpus} cpus"):
+    if cpus := short(tasks * each, [(node.cpus, f"{node.cpus} cpus") for node in nodes]):
         path, value = ("cpus_per_task", each) if slurm.cpus_per_task else ("gpus_per_node", tasks)
         rule = f"{tasks} tasks x {each} cpus = {tasks * each} > {max(node.cpus for node in nodes)} per node"
         yield Problem(f"slurm.{path}", value, rule, f"nodes of {at} have {cpus}")
     unit = {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(slurm.mem[-1], 1)  # a number alone is in M, as for sbatch
     need = float(slurm.mem.rstrip("KMGT")) * unit
-    if mem := _have(nodes, slurm.nodes, need, lambda node: node.memory_mib, lambda node: f"{node.memory_mib:.0f}M"):
+    if mem := short(need, [(node.memory_mib, f"{node.memory_mib:.0f}M") for node in nodes]):
         yield Problem("slurm.mem", slurm.mem, f"nodes of {at} have {mem}", "0 takes all of a node")
     features = {feature for node in nodes for feature in node.features}
     for name in re.split(r"[][&|,()!\s]|\*\d+", slurm.constraint or ""):  # h100&[rack1|rack2], [a*2&b*1]
         if nodes and name and name not in features:
-            rule = f"no node of {at} has the feature {name}; have {_some(features)}"
-            yield Problem("slurm.constraint", slurm.constraint, rule, _near(name, features))
+            yield _unknown("constraint", slurm.constraint, f"no node of {at} has the feature {name}", name, features)
 
 
 def _judge_rest(spec: RunSpec, cluster: Cluster) -> Findings:
@@ -507,8 +483,7 @@ def _judge_rest(spec: RunSpec, cluster: Cluster) -> Findings:
     nodes = {node.name for node in cluster.nodes}
     for path, listed in (("exclude", slurm.exclude), ("additional_parameters.nodelist", more.get("nodelist"))):
         if unknown := [name for name in hostnames(str(listed or "")) if name not in nodes]:
-            rule = f"there is no node {_some(unknown)}; have {_some(nodes)}"
-            yield Problem(f"slurm.{path}", listed, rule, _near(unknown[0], nodes))
+            yield _unknown(path, listed, f"there is no node {', '.join(unknown[:20])}", unknown[0], nodes)
     dependency = str(more.get("dependency", ""))
     for job_id in re.findall(r":(\d+)", dependency):
         if job_id not in cluster.jobs:
@@ -518,38 +493,18 @@ def _judge_rest(spec: RunSpec, cluster: Cluster) -> Findings:
         if value is not None and not known:
             yield f"slurm.{path} = {value} cannot be checked: Slurm's accounting does not answer"
         elif value is not None and value not in known:
-            rule = f"is unknown to Slurm, or not yours; have {_some(known)}"
-            yield Problem(f"slurm.{path}", value, rule, _near(value, known))
+            yield _unknown(path, value, "is unknown to Slurm, or not yours", value, known)
     kind, hosts = file_system(spec.output_dir, cluster.mounts), {node.host.partition(".")[0] for node in cluster.nodes}
     if slurm.nodes > 1 and kind in LOCAL_DISKS and hosts != {cluster.host.partition(".")[0]}:
-        yield (
-            f"output_dir = {spec.output_dir} is on a disk of this host ({kind}), and every node must see it: "
-            "choose a folder on a shared file system, unless this one is exported"
-        )
+        mend = "choose a folder on a shared file system, unless this one is exported"
+        yield f"output_dir = {spec.output_dir} is on a disk of this host ({kind}), and every node must see it: {mend}"
 
 
-def _have(
-    nodes: Sequence[Node], wanted: int, need: float, has: Callable[[Node], float], shown: Callable[[Node], str]
-) -> str:
-    """ "" where `wanted` nodes, or all, have what is needed; else what the nodes have, the most frequent first."""
-    if sum(has(node) >= need for node in nodes) >= min(wanted, len(nodes)):
-        return ""
-    kinds = Counter(map(shown, nodes)).most_common(5)
-    return ", ".join(kind if len(kinds) == 1 else f"{kind} ({count} nodes)" for kind, count in kinds)
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}?" if near else ""
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "") or "none"
-
-
-def _gpus(node: Node) -> str:
-    return ",".join(f"gpu:{kind}:{count}" if kind else f"gpu:{count}" for kind, count in node.gpus) or "no GPU"
+def _unknown(key: str, value: object, rule: str, name: str, known: Collection[str], have: str = "") -> Problem:
+    """That `name` is not among those that are known, which these are, and which of them was meant."""
+    near, more = difflib.get_close_matches(name, known, 1), f" and {len(known) - 20} more" if len(known) > 20 else ""
+    have = have or ", ".join(sorted(known)[:20]) + more or "none"
+    return Problem(f"slurm.{key}", value, f"{rule}; have {have}", f"did you mean {near[0]}?" if near else "")
 
 
 def file_system(path: Path, mounts: str) -> str:
