@@ -371,7 +371,7 @@ def test_no_room_for_one_checkpoint_is_said_before_the_first_step(
     run, _ = make_run(tmp_path, FINISHES)
     in_job(monkeypatch, tmp_path, fake_slurm.show_job())
     rundir.record_job(run, 1, job_id="7", launcher="slurm", token="t1")
-    rundir.write_atomic(run.plan_json, json.dumps({"parameters": 10**15}))
+    rundir.write_atomic(run.plan_json, json.dumps({"checkpoint_bytes": 10**16}))
     assert batch.before(run) == 1
     assert batch.after(run, 1) == 1
     assert "srun" not in fake_slurm.called(tmp_path)

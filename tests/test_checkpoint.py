@@ -67,7 +67,9 @@ def mark(path: Path, step: int, **content: Any) -> Path:
     """A checkpoint of no tensors that counts as complete."""
     path.mkdir(parents=True)
     whole = {"format": catalog.FORMAT, "kind": "full", "step": step, "samples": 1, "tokens": 1, "updates": 1}
-    (path / MARKER).write_text(json.dumps({**whole, "files": {}, "tensors": {}, **content}))
+    whole |= checkpoint.UNTOLD
+    whole |= {"mesh": None, "torch": torch.__version__, "saved_at": 1, "files": {}, "tensors": {}, **content}
+    (path / MARKER).write_text(json.dumps({**whole, "sha256": catalog._sha256(whole)}))
     return path
 
 
@@ -94,13 +96,60 @@ def test_case_115_the_newest_is_found_by_number_whatever_lies_beside_it(tmp_path
     }
 
 
+def test_a_disk_that_does_not_answer_is_no_incomplete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one would be taken, and the steps since be lost, for an error that passes."""
+    for step in (1, 2):
+        mark(catalog.folder(tmp_path, step), step)
+    read_text = Path.read_text
+
+    def sick(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.parent.name == "step-00000002":
+            raise OSError(errno.EIO, "Input/output error")
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", sick)
+    with pytest.raises(RunFailed, match=r"step-00000002 cannot be read .*Input/output error"):
+        catalog.newest(tmp_path, pytest.fail)
+
+
+def test_a_marker_with_any_bit_flipped_is_no_marker(tmp_path: Path) -> None:
+    """Its numbers decide where a run goes on: what it says is as good as its own sum."""
+    path = mark(catalog.folder(tmp_path, 12), 12, samples=48)
+    good = (path / MARKER).read_bytes()
+    for place in range(len(good)):
+        for bit in (0, 1, 5):
+            (path / MARKER).write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
+            try:
+                assert catalog.read(path) == json.loads(good)  # blank against blank, e against E
+            except catalog.IncompleteError:
+                pass
+            except catalog.FormatError:
+                assert b'"format"' in good[max(place - 12, 0) : place]
+    for text in ("[1, 2]", "null", "[" * 100_000, "{}"):
+        (path / MARKER).write_text(text)
+        with pytest.raises(catalog.IncompleteError, match="cannot be read"):
+            catalog.read(path)
+
+
+def test_a_folder_of_another_step_is_none(tmp_path: Path) -> None:
+    mark(catalog.folder(tmp_path, 999), 12)
+    mark(catalog.folder(tmp_path, 8), 8)
+    told: list[str] = []
+    assert catalog.complete(tmp_path, told.append) == [catalog.folder(tmp_path, 8)]
+    assert told == ["step-00000999 is not a checkpoint of that step: its checkpoint.json is of step 12"]
+
+
 def test_nothing_there_is_no_error(tmp_path: Path) -> None:
     assert catalog.newest(tmp_path / "missing", pytest.fail) is None
 
 
 def test_named_checkpoint_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        catalog.candidates(tmp_path / "nowhere", pytest.fail)
     with pytest.raises(CheckpointError, match="neither a complete checkpoint nor a run directory"):
-        catalog.resolve(tmp_path, pytest.fail)
+        catalog.candidates(tmp_path, pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -120,28 +169,35 @@ def test_what_must_not_change_is_refused_with_both_values(
 def test_case_112_a_checkpoint_that_lost_a_part_is_skipped_by_name(
     saved: tuple[Path, dict[str, dict[str, np.ndarray]]], tmp_path: Path
 ) -> None:
-    for step, damage in ((1, "none"), (2, "cut"), (3, "gone"), (4, "empty")):
-        copy = shutil.copytree(saved[0], catalog.folder(tmp_path, step))
+    for damage in ("cut", "gone", "empty"):
+        older = mark(catalog.folder(tmp_path / damage, 1), 1)
+        copy = shutil.copytree(saved[0], catalog.folder(tmp_path / damage, 2))
         shard = next(copy.glob("*.distcp"))
         if damage == "gone":
             shard.unlink()
-        elif damage != "none":
+        else:
             os.truncate(shard, shard.stat().st_size // 2 if damage == "cut" else 0)
-    skipped: list[str] = []
-    assert catalog.newest(tmp_path, skipped.append) == catalog.folder(tmp_path, 1)
-    assert len(skipped) == 3
-    assert all("is incomplete" in text and "bytes of" in text for text in skipped)
+        skipped: list[str] = []
+        assert catalog.newest(tmp_path / damage, skipped.append) == older
+        [reason] = skipped
+        assert reason.startswith(f"step-00000002 is incomplete: {shard.name} ")
+        assert copy.exists(), "it is for people to look at"
 
 
-def test_another_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
-    folder = catalog.folder(tmp_path, 7)
-    folder.mkdir()
-    (folder / MARKER).write_text(json.dumps({"format": 99, "files": {}}))
+def test_another_format_is_refused_if_it_is_the_newest(tmp_path: Path) -> None:
+    """Going on without it would lose its steps; an older one is of no matter."""
+    foreign = catalog.folder(tmp_path, 7)
+    foreign.mkdir()
+    (foreign / MARKER).write_text(json.dumps({"format": 99, "files": {}}))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 2"):
         catalog.newest(tmp_path, pytest.fail)
+    mark(catalog.folder(tmp_path, 8), 8)
+    told: list[str] = []
+    assert catalog.newest(tmp_path, told.append) == catalog.folder(tmp_path, 8)
+    assert "has format 99" in told[0]
 
 
-def test_a_shard_that_cannot_be_read_is_a_checkpoint_error(
+def test_a_shard_that_the_disk_does_not_give_is_worth_another_try(
     saved: tuple[Path, dict[str, dict[str, np.ndarray]]], tmp_path: Path
 ) -> None:
     copy = shutil.copytree(saved[0], catalog.folder(tmp_path, 2))
@@ -150,7 +206,7 @@ def test_a_shard_that_cannot_be_read_is_a_checkpoint_error(
     spec = make_spec(model={"num_hidden_layers": 5})
     with (
         connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world,
-        pytest.raises(CheckpointError, match=r"cannot be read .*distcp"),
+        pytest.raises(RunFailed, match=r"cannot be read .*distcp"),
     ):
         checkpoint.load(copy, build(spec, world).zero, world, content)
 
@@ -199,6 +255,15 @@ def test_a_save_that_dies_anywhere_leaves_a_complete_checkpoint(pool: Pool, tmp_
         dies(shutil.copytree(between, tmp_path / f"again-{die_at}"), die_at)
 
 
+def test_what_is_in_the_way_of_a_save_is_moved(pool: Pool, tmp_path: Path) -> None:
+    """A link to nowhere under the name of the step, a file under that of its folder."""
+    catalog.folder(tmp_path, 2).symlink_to("/nowhere")
+    catalog.partial(catalog.folder(tmp_path, 2)).write_text("a file")
+    pool.run(1, save_job, spec_fields((1, 1, 1)), tmp_path)
+    assert catalog.complete(tmp_path, pytest.fail) == [catalog.folder(tmp_path, 2)]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_save_replaces_what_a_killed_save_left(pool: Pool, tmp_path: Path) -> None:
     partial = catalog.folder(tmp_path, 2).with_name("step-00000002.partial")
     partial.mkdir(parents=True)
@@ -226,9 +291,9 @@ def asynchronous_job(place: Place, fields: dict[str, Any], folder: Path) -> dict
     go = threading.Event()
     finish = catalog.finish
 
-    def held(*args: Any) -> None:
+    def held(*args: Any) -> int:
         assert go.wait(60)
-        finish(*args)
+        return finish(*args)
 
     with connect(place, spec.mesh, "cpu", spec.distributed) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "finish", held)
@@ -295,6 +360,35 @@ def test_case_163_a_failing_disk_is_an_error_on_every_rank_and_the_next_save_suc
         r"step-00000002 cannot be written \(rank 1: .*No space left.*older checkpoints are intact", zero[0]
     )
     assert catalog.complete(tmp_path, pytest.fail) == [catalog.folder(tmp_path, 2), older]
+
+
+def one_thread_fails_job(place: Place, fields: dict[str, Any], folder: Path, part: str) -> tuple[str, list[str]]:
+    """The disk takes all files of a rank but one. -> the error, what is left in the folder."""
+    spec, fsync = from_dict(fields), os.fsync
+
+    def full(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(part):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        saver = Saver(folder, build(spec, world).zero, world, ABOUT, keep_last=1)
+        saver.save(Position(2, 8))
+        try:
+            saver.wait()
+        except SaveError as error:
+            return str(error), sorted(path.name for path in folder.iterdir())
+    return "", []
+
+
+@pytest.mark.parametrize("part", range(checkpoint.THREADS))
+def test_an_error_in_any_writing_thread_fails_the_save(pool: Pool, tmp_path: Path, part: int) -> None:
+    mark(catalog.folder(tmp_path, 1), 1)
+    fields = make_spec().model_dump(mode="json")
+    [(error, left)] = pool.run(1, one_thread_fails_job, fields, tmp_path, f"__0_{part}0.distcp")
+    assert "No space left" in error
+    assert left == ["step-00000001"]
 
 
 def endless_job(rank: int, folder: Path, store: Path, asynchronous: bool) -> None:
@@ -369,7 +463,7 @@ def test_retention_keeps_the_newest_and_the_multiples(
 ) -> None:
     for step in range(1, 7):
         mark(catalog.folder(tmp_path, step), step)
-        catalog.retire(tmp_path, keep_last, keep_interval)
+        catalog.retire(catalog.folder(tmp_path, step), keep_last, keep_interval)
         assert catalog.newest(tmp_path, pytest.fail) == catalog.folder(tmp_path, step)
     assert sorted(tmp_path.iterdir()) == [catalog.folder(tmp_path, step) for step in left]
 
@@ -379,16 +473,24 @@ def test_retention_counts_complete_ones_alone_and_touches_no_other(tmp_path: Pat
     mark(catalog.folder(tmp_path, 1), 1)
     for step in (2, 3):
         mark(catalog.folder(tmp_path, step), step, files={"__0_0.distcp": 5})
-    catalog.retire(tmp_path, 1, None)
+    catalog.retire(catalog.folder(tmp_path, 1), 1, None)
     assert len(list(tmp_path.iterdir())) == 3
     assert catalog.newest(tmp_path, lambda text: None) == catalog.folder(tmp_path, 1)
+
+
+def test_retention_goes_by_the_new_checkpoint_and_not_by_a_damaged_newer_one(tmp_path: Path) -> None:
+    """A run that went back behind step 1000, whose sizes are right and whose values are not."""
+    for step in (800, 900, 950, 1000):
+        mark(catalog.folder(tmp_path, step), step)
+    catalog.retire(catalog.folder(tmp_path, 950), 1, None)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000950", "step-00001000"]
 
 
 def test_a_deletion_that_is_killed_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         (mark(catalog.folder(tmp_path, step), step) / "big").write_text("data")
     monkeypatch.setattr(shutil, "rmtree", lambda path: (path / MARKER).unlink())
-    catalog.retire(tmp_path, 1, None)
+    catalog.retire(catalog.folder(tmp_path, 2), 1, None)
     monkeypatch.undo()
     assert (tmp_path / "step-00000001.removed" / "big").exists()
     assert catalog.complete(tmp_path, lambda text: None) == [catalog.folder(tmp_path, 2)]
@@ -468,3 +570,17 @@ def flip(path: Path, key: str) -> Path:
             file.write_bytes(bytes(content))
             return path
     raise AssertionError(f"{key} is in no file of {path}")
+
+
+def test_another_dtype_is_refused_with_both_and_its_weights_are_taken(
+    saved: tuple[Path, dict[str, dict[str, np.ndarray]]],
+) -> None:
+    spec = make_spec(model={"num_hidden_layers": 5}, training={"compute_dtype": "float64"})
+    path, want = saved
+    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
+        zero = build(spec, world).zero
+        with pytest.raises(CheckpointError, match=r"holds float32, this run's training.compute_dtype keeps float64"):
+            checkpoint.load(path, zero, world, catalog.read(path))
+        checkpoint.load_weights(path, zero, world, catalog.read(path))
+        for name, one in zero.sharded.items():
+            np.testing.assert_array_equal(one.master.numpy(), want["master"][name].reshape(one.master.shape))

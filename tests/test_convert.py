@@ -478,13 +478,13 @@ def header(**entry: Any) -> bytes:
     ("content", "why"),
     [
         (b"", "cannot be read as safetensors"),
-        (b"\xff" * 100, "it would have a header of"),
-        (b"<html>404 Not Found</html>", "it would have a header of"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "it would have a header of"),
-        (header(), "would be bytes 0 to 128 of 0"),
-        (header(data_offsets=[-8, 120]) + bytes(128), "would be bytes -8 to 120"),
-        (header(shape=[31]) + bytes(128), "would be bytes 0 to 128"),
-        (header(dtype="F8_E4M3") + bytes(128), "is of dtype F8_E4M3; read are F32, BF16, F16"),
+        (b"\xff" * 100, "cannot be read as safetensors"),
+        (b"<html>404 Not Found</html>", "cannot be read as safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "cannot be read as safetensors"),
+        (header(), "cannot be read as safetensors"),
+        (header(data_offsets=[-8, 120]) + bytes(128), "cannot be read as safetensors"),
+        (header(shape=[31]) + bytes(128), "cannot be read as safetensors"),
+        (header(dtype="F8_E4M3", data_offsets=[0, 32]) + bytes(32), "is of dtype F8_E4M3; read are F32, BF16, F16"),
         (header(data_offsets=None) + bytes(128), "cannot be read as safetensors"),
         (b"\x02" + bytes(7) + b"[]", "cannot be read as safetensors"),
     ],
@@ -634,10 +634,10 @@ def test_a_file_cut_short_while_it_is_read(exported: Path) -> None:
     os.truncate(exported / "model.safetensors", 9000)
     table = {info.name: info for info in small().model.config.parameters()}
     head = table["lm_head.weight"], pieces["lm_head.weight"], 0, 96
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read \(it has become shorter\)"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read as safetensors"):
         folder.rows(*head)
     (exported / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read \(.*No such file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read as safetensors \(.*No such file"):
         folder.rows(*head)
 
 
@@ -844,7 +844,7 @@ def test_memory_is_that_of_two_tensors_whatever_the_model(source: Path, exported
     spec = small({**sizes, "num_hidden_layers": 10, "intermediate_size": 512})
     path = native(tmp_path / "native", spec)
     largest = 4 * max(info.size for info in spec.model.config.parameters())
-    total = catalog.size(path)
+    total = sum(file.stat().st_size for file in path.iterdir())
     assert total > 12 * largest
     for function, warm, given, out in (
         ("export_hf", source, path, "new"),

@@ -50,7 +50,7 @@ def make_checkpoint(checkpoints: Path, step: int, saved_at: float | None = None,
         "saved_at": int(saved_at or time.time()),
         "tensors": TENSORS,
     }
-    catalog.finish(final, partial, content | more)
+    catalog.finish(final, ["__0_0.distcp"], {"data": None} | content | more)
     return final
 
 
@@ -124,8 +124,8 @@ def test_weights_alone_say_so(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("step-00001200", f"__0_0.distcp has {2**19} bytes of {2**20}"),
-        ("step-00001300.partial", "as its name says"),
-        ("step-00000100", "no readable checkpoint.json"),  # torn below
+        ("step-00001300.partial", "under way or cut off"),
+        ("step-00000100", "its checkpoint.json cannot be read"),  # torn below
     ],
 )
 def test_an_incomplete_one_is_told_with_the_reason_and_code_1(
@@ -215,19 +215,19 @@ def garble_metadata(path: Path) -> None:
     file.write_bytes(b"x" * file.stat().st_size)
 
 
-def other_norm(path: Path) -> None:
+def other_shape(path: Path) -> None:
     marker = path / catalog.MARKER
     content = json.loads(marker.read_text())
-    content["tensors"]["exp_avg/lm_head.weight"]["norm"] *= 1.001
-    marker.write_text(json.dumps(content))
+    content["tensors"]["exp_avg/lm_head.weight"]["shape"] = [32, 96]
+    marker.write_text(json.dumps({**content, "sha256": catalog._sha256(content)}))
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (flip, "is not what was saved: its sum differs"),
+        (flip, "is not what was saved: its shape or its sum differs"),
         (garble_metadata, ".metadata cannot be read"),
-        (other_norm, "exp_avg/lm_head.weight is [96, 32] with norm"),
+        (other_shape, "exp_avg/lm_head.weight is not what was saved"),
     ],
 )
 def test_verify_names_what_is_not_as_it_was(saved: Path, tmp_path: Path, damage: Any, words: str) -> None:

@@ -265,7 +265,8 @@ def test_plan_is_plain_data_and_plain_text() -> None:
     """--json is the dataclass; the text names what a person asks for."""
     numbers = plan(tiny())
     fields = cast(dict[str, Any], json.loads(json.dumps(numbers.to_dict())))
-    assert set(Plan.__dataclass_fields__) | {"rank_bytes"} == set(fields)
+    assert set(Plan.__dataclass_fields__) | {"rank_bytes", "checkpoint_bytes"} == set(fields)
+    assert fields["checkpoint_bytes"] == 12 * fields["parameters"]
     assert fields["mesh"] == {"pp": 2, "dp": 1, "cp": 1, "ep": 2}
     text = numbers.text()
     for words in (

@@ -413,10 +413,10 @@ def test_matrix_10_preempted_with_a_save_longer_than_the_grace(service: Service,
     slow = f"""
     _finish = catalog.finish
 
-    def slow_finish(final, partial, content):
+    def slow_finish(final, files, content):
         if ATTEMPT == 1 and int(final.name[-8:]) > {EVERY}:
             time.sleep(1000)
-        _finish(final, partial, content)
+        return _finish(final, files, content)
 
     catalog.finish = slow_finish
     """

@@ -361,6 +361,7 @@ def test_mesh_ranks_are_a_bijection_with_ep_innermost() -> None:
         (["checkpoint.keep_last=true"], "checkpoint.keep_last", "a whole number"),
         (["checkpoint.async_save=final"], "checkpoint.async_save", "true or false"),
         (["checkpoint.export_hf=all"], "checkpoint.export_hf", "must be 'final'"),
+        (["checkpoint.async_save=true", "slurm.mem=1K"], "slurm.mem", "that a checkpoint is copied to"),
         (["init_from=a", "resume=b"], "init_from", "weights alone, or full state"),
         (["init_from=3"], "init_from", "must be a path"),
         (["slurm.time=10"], "slurm.signal_delay_s", "half of slurm.time = 10"),

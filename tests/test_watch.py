@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -511,14 +512,14 @@ def test_case_162_a_rank_that_dies_while_another_writes_spoils_no_checkpoint(tmp
     run = real_run(tmp_path, max_steps=6, interval=2)
     before = (run.code / "pithtrain" / "checkpoint.py").read_text()
     slow_and_dead = """
-_sync = catalog._sync
+_sync = catalog.sync
 
 def _slow(path):
     while path.name == "step-00000004.partial":  # the marker stands, the rename is to come
         time.sleep(0.1)
     _sync(path)
 
-catalog._sync = _slow
+catalog.sync = _slow
 _told = World.from_rank_zero
 
 def _dies(self, value, group=None):
@@ -580,3 +581,35 @@ def test_a_finished_run_says_so_before_it_uploads(tmp_path: Path) -> None:
     one.ended(4, finished=True)
     assert (rundir.read_json(run.done) or {})["step"] == 4
     assert json.loads(run.attempts.read_text())["ended"] == "done"
+
+
+def test_the_thread_that_writes_a_checkpoint_is_looked_at_where_the_main_thread_waits_for_it() -> None:
+    """Else a rank whose disk hangs would look like one that waits for the others."""
+    seen: list[tuple[str, bool]] = []
+    stacks: list[str] = []
+    ready = threading.Event()
+
+    def writes_for_ever() -> None:
+        ready.wait()
+        while not stacks:
+            time.sleep(0.01)
+
+    def looks() -> None:
+        ready.set()
+        time.sleep(0.1)
+        seen.append(watch.standing())
+        stacks.append(watch.main_stack())
+
+    class Saver:
+        def _join(self) -> None:
+            writer.join()
+
+    writer = threading.Thread(target=writes_for_ever, name="checkpoint")
+    writer.start()
+    looker = threading.Thread(target=looks)
+    looker.start()
+    Saver()._join()
+    looker.join()
+    assert "in writes_for_ever" in stacks[0]
+    assert "in _join" in stacks[0]
+    assert "writes_for_ever" in seen[0][0]

@@ -87,8 +87,7 @@ def before(run: RunDir) -> int:
     rundir.record_attempt(run, attempt, launcher="slurm", job_id=job_id, nodes=nodes, start=time.time(), end=None)
     if idle_attempts(run, attempt) >= MAX_IDLE:
         return 1
-    # one checkpoint: masters and two moments of every parameter in fp32
-    need = 12 * int((rundir.read_json(run.plan_json) or {}).get("parameters", 0))
+    need = int((rundir.read_json(run.plan_json) or {}).get("checkpoint_bytes", 0))
     free = shutil.disk_usage(run.path).free
     if free < need:
         room = f"{free / 2**20:,.0f} MiB left, and one checkpoint takes {need / 2**20:,.0f}"

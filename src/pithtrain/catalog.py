@@ -7,29 +7,66 @@
 
 Nothing points at a checkpoint: the newest complete one is found by looking, so nothing can point at a wrong one. A name
 is read as a number, whatever its width. What is skipped is said, and never deleted but for leftovers of our own saves
-(`.partial`, `.removed`), when the run's next save begins.
+(`.partial`, `.removed`) when the run's next save begins, and a damaged one when its step is saved again.
 """
 
-import contextlib
+import errno
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypedDict, cast
 
-from pithtrain.errors import CheckpointError
+from pithtrain.errors import CheckpointError, RunFailed
 
 FORMAT = 2
 MARKER = "checkpoint.json"
 MANY = 60  # lines of an error
-_NAME = re.compile(r"step-(\d+)(\.old)?")
-_LEFTOVER = re.compile(r"step-\d+\.(partial|removed)")
+_NAME = re.compile(r"step-([0-9]{1,18})(\.old)?")
+_LEFTOVER = re.compile(r"step-[0-9]+\.(partial|removed)")
 
 
 class IncompleteError(CheckpointError):
     """A checkpoint whose save did not end, or that has lost a part since."""
+
+
+class FormatError(CheckpointError):
+    """A checkpoint that another version wrote."""
+
+
+class TensorFacts(TypedDict):
+    """What the marker says of a tensor: `norm` is the 2-norm, `sum` is `checkpoint.fingerprint` in hexadecimal."""
+
+    shape: list[int]
+    dtype: str
+    norm: float
+    sum: str
+
+
+class Marker(TypedDict):
+    """checkpoint.json. `docs/checkpoint-format.md` tells what each key is."""
+
+    format: int
+    kind: Literal["full", "weights"]
+    step: int
+    samples: int
+    tokens: int
+    updates: int
+    run: str
+    spec_hash: str | None
+    model: dict[str, Any]
+    tokenizer: str | None
+    tokenizer_path: str | None
+    data: dict[str, Any] | None
+    mesh: dict[str, int] | None
+    torch: str
+    saved_at: int
+    tensors: dict[str, TensorFacts]
+    files: dict[str, int]
+    sha256: str
 
 
 def folder(checkpoints: Path, step: int) -> Path:
@@ -37,51 +74,73 @@ def folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The marker of a complete checkpoint. Raises IncompleteError, or CheckpointError for another format."""
+def partial(final: Path) -> Path:
+    """Where `final` is written."""
+    return final.with_name(final.name + ".partial")
+
+
+def read(path: Path) -> Marker:
+    """The marker of a complete checkpoint. Raises IncompleteError, FormatError, and RunFailed for a disk that does not
+    answer, which says nothing of what lies on it."""
+    if _LEFTOVER.fullmatch(path.name):
+        raise IncompleteError(f"{path.name} is a save under way or cut off, or a removal")
     try:
-        content = json.loads((path / MARKER).read_text())
-        written_by, files = content["format"], dict[str, int]()
-        if written_by == FORMAT:
-            files = dict(content["files"])
-            if not all(isinstance(content[key], int) for key in ("step", "samples", "tokens", "updates")):
-                raise TypeError
-            if not isinstance(content["tensors"], dict) or content["kind"] not in ("full", "weights"):
-                raise TypeError
-    except (OSError, ValueError, KeyError, TypeError):
-        raise IncompleteError(f"{path.name} is incomplete: it has no readable {MARKER}") from None
-    if written_by != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {written_by}, this version reads {FORMAT}: load it with its own version"
-        )
-    for name, size in files.items():
-        file = path / name
-        have = file.stat().st_size if file.exists() else None
-        if have != size:
-            raise IncompleteError(f"{path.name} is incomplete: {name} has {have} bytes of {size}")
+        content: Any = json.loads((path / MARKER).read_text())
+        written_by = content["format"]
+        if isinstance(written_by, int) and written_by != FORMAT:
+            told = f"{path} has format {written_by}, this version reads {FORMAT}"
+            raise FormatError(f"{told}: load it with its own version")
+        if content["sha256"] != _sha256(content):
+            raise ValueError("it is not as it was written: its sha256 differs")
+        for name, size in content["files"].items():
+            have = (path / name).stat().st_size if (path / name).exists() else None
+            if have != size:
+                what = "is gone" if have is None else f"has {have} bytes of {size}"
+                raise IncompleteError(f"{path.name} is incomplete: {name} {what}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteError(f"{path.name} is incomplete: it has no {MARKER}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise IncompleteError(f"{path.name} is incomplete: its {MARKER} cannot be read ({error})") from None
+    except OSError as error:
+        raise RunFailed(f"{path} cannot be read ({error}); no older checkpoint is taken for that") from error
     return content
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    """Of the marker without this entry itself."""
+    told = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def complete(checkpoints: Path, report: Callable[[str], None]) -> list[Path]:
     """The complete checkpoints, newest first. `report` hears of each one that is skipped, and why.
 
-    Raises CheckpointError for one that another version wrote: going on without it would lose its steps.
+    Raises FormatError where the newest is another version's: going on without it would lose its steps.
     """
     found: list[tuple[int, bool, Path]] = []
+    foreign: dict[int, FormatError] = {}
     for path in sorted(checkpoints.glob("step[-_]*")):
         match = _NAME.fullmatch(path.name)
-        if _LEFTOVER.fullmatch(path.name):
-            report(f"{path.name} is a save under way or cut off, or a removal")
-        elif match is None:
+        if match is None and not _LEFTOVER.fullmatch(path.name):
             report(f"{path.name} is not a checkpoint: its name is not step-<number>")
+            continue
+        try:
+            step = read(path)["step"]
+        except IncompleteError as error:
+            report(str(error))
+        except FormatError as error:
+            foreign[int(match[1]) if match else 0] = error
         else:
-            try:
-                read(path)
-            except IncompleteError as error:
-                report(str(error))
+            if match is None or int(match[1]) != step:
+                report(f"{path.name} is not a checkpoint of that step: its {MARKER} is of step {step}")
             else:
-                found.append((int(match[1]), match[2] is None, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+                found.append((step, match[2] is None, path))
+    found.sort(reverse=True)
+    for number, error in foreign.items():
+        if not found or number > found[0][0]:
+            raise error
+        report(str(error))
+    return [path for _, _, path in found]
 
 
 def newest(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
@@ -89,17 +148,20 @@ def newest(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
     return next(iter(complete(checkpoints, report)), None)
 
 
-def resolve(path: Path, report: Callable[[str], None]) -> Path:
-    """The checkpoint that a user names: its folder, or a run directory, of which the newest. Raises CheckpointError."""
+def candidates(path: Path, report: Callable[[str], None]) -> list[Path]:
+    """What a user names: a checkpoint's folder, or a run directory: all of it, newest first. Raises CheckpointError."""
     if (path / MARKER).exists():
-        return path
-    found = newest(path / "checkpoints", report)
-    if found is None:
+        read(path)
+        return [path]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    found = complete(path if path.name == "checkpoints" else path / "checkpoints", report)
+    if not found:
         raise CheckpointError(f"{path} is neither a complete checkpoint nor a run directory that has one")
     return found
 
 
-def check(path: Path, content: dict[str, Any], about: dict[str, Any]) -> None:
+def check(path: Path, content: Marker, about: dict[str, Any]) -> None:
     """Raises CheckpointError when the checkpoint's model or tokenizer is not that of `about`, with both values."""
     problems = [
         f"{key}: the checkpoint has {theirs!r}, the spec {ours!r}"
@@ -120,7 +182,7 @@ def differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
     return [] if theirs == ours else [(key, theirs, ours)]
 
 
-def check_tensors(path: Path, have: Mapping[str, tuple[int, ...]], want: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(path: Path, have: Mapping[str, Sequence[int]], want: Mapping[str, Sequence[int]]) -> None:
     """Raises CheckpointError naming every tensor that is missing, that nobody asked for, or that has another shape.
 
     Names that differ in numbers alone share a line where there are very many: a large model has tens of thousands.
@@ -130,7 +192,7 @@ def check_tensors(path: Path, have: Mapping[str, tuple[int, ...]], want: Mapping
     wrong += [
         ("shape of", name, f": {list(have[name])} there, {list(want[name])} here")
         for name in want
-        if name in have and have[name] != want[name]
+        if name in have and list(have[name]) != list(want[name])
     ]
     lines: dict[str, int] = {}
     for what, name, shapes in wrong:
@@ -145,58 +207,63 @@ def tidy(checkpoints: Path) -> None:
     """Delete what killed saves and killed deletions have left."""
     for path in checkpoints.glob("step-*"):
         if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def begin(final: Path) -> Path:
-    """An empty folder beside `final` to write it in."""
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+    """A new folder beside `final` to write it in. Raises OSError, also where there is one: it may be anybody's."""
+    place = partial(final)
+    try:
+        place.mkdir(parents=True)
+    except FileExistsError:
+        raise FileExistsError(errno.EEXIST, "of a try that was killed, or yours: remove it", str(place)) from None
+    return place
 
 
-def finish(final: Path, partial: Path, content: dict[str, Any]) -> None:
-    """Write the marker and make `partial` visible as `final`; each step is on the disk before the next one begins.
+def finish(final: Path, files: Iterable[str], content: Mapping[str, Any]) -> int:
+    """Write the marker and make what was written visible as `final`; each step is on the disk before the next begins.
 
-    A checkpoint of the same step (the step was done again) stays until then.
+    `files`: the names that must be there. A checkpoint of the same step (the step was done again) stays until then.
+    Returns the bytes written. Raises OSError.
     """
-    files = {file.name: file.stat().st_size for file in partial.iterdir()}
-    with (partial / MARKER).open("w") as file:
-        json.dump({"format": FORMAT, **content, "files": files}, file, indent=1)
+    place = partial(final)
+    sizes = {name: (place / name).stat().st_size for name in files}
+    whole = {"format": FORMAT, **content, "files": sizes}
+    with (place / MARKER).open("w") as file:
+        json.dump({**whole, "sha256": _sha256(whole)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     old = final.with_name(final.name + ".old")
-    sync(partial)
-    if final.exists():  # else `old` may be all there is, after a death between these two renames
-        shutil.rmtree(old, ignore_errors=True)
+    sync(place)
+    if os.path.lexists(final):  # else `old` may be all there is, after a death between these two renames
+        _remove(old)
         final.rename(old)
-    partial.rename(final)
+    place.rename(final)
     sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+    return sum(sizes.values()) + (final / MARKER).stat().st_size
 
 
-def retire(checkpoints: Path, keep_last: int | None, keep_interval: int | None) -> None:
-    """Delete complete checkpoints beyond the `keep_last` newest, but for those at multiples of `keep_interval`.
+def retire(saved: Path, keep_last: int | None, keep_interval: int | None) -> None:
+    """Delete complete checkpoints older than `saved`, the newest, beyond the `keep_last` newest with it, but for those
+    at multiples of `keep_interval`.
 
-    Call it when a newer one is complete. A rename comes first: a deletion that is killed leaves nothing that looks
-    like a checkpoint. Incomplete ones are left for people to look at. Raises OSError.
+    Call it when `saved` is complete. Newer ones are those of a run that went back behind a damaged one, and stay. A
+    rename comes first: a deletion that is killed leaves nothing that looks like a checkpoint. Raises OSError.
     """
     if keep_last is None:
         return
-    for path in complete(checkpoints, lambda reason: None)[keep_last:]:
+    step = read(saved)["step"]
+    older = [path for path in complete(saved.parent, lambda reason: None) if read(path)["step"] < step]
+    for path in older[keep_last - 1 :]:
         if keep_interval is None or read(path)["step"] % keep_interval:
-            removed = path.rename(path.with_name(path.name.removesuffix(".old") + ".removed"))
-            shutil.rmtree(removed)
-
-
-def size(path: Path) -> int:
-    """Bytes of the files in a folder; one that vanishes meanwhile counts as none."""
-    total = 0
-    for file in path.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_size
-    return total
+            shutil.rmtree(path.rename(path.with_name(path.name.removesuffix(".old") + ".removed")))
 
 
 def sync(path: Path) -> None:

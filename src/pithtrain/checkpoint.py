@@ -9,11 +9,11 @@ All ranks put their shards of master, exp_avg and exp_avg_sq, as DTensors of the
 [E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by dp x cp x ep. Loading
 cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
 
-A save in its order, where `async_save` moves the second half behind the next steps:
+A save in its order, where `async_save` moves the last part behind the next steps:
 
-    sums       each rank sums up its shards on its device; rank 0 adds them up               \\  the stall
-    copy       asynchronous: shards to page-locked host memory, allocated while training began /
-    write      files, fsync, marker, rename; then what retention no longer keeps is deleted   the write
+    sums       each rank sums up its shards on its device; rank 0 adds them up
+    copy       to host memory, page-locked and taken while training began (not for a synchronous save on a CPU)
+    write      files, fsync, marker, rename; then what retention no longer keeps is deleted
 
 The sums are what makes a load exact or an error: a 64-bit sum over the bit patterns of a tensor, each row times an odd
 number of its own. It does not depend on how the tensor is cut, any single changed bit changes it, and rows that went
@@ -30,9 +30,9 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pithtrain import catalog
-from pithtrain.errors import CapacityError, CheckpointError, RunFailed
+from pithtrain.catalog import Marker
+from pithtrain.errors import CheckpointError, PithtrainError, RunFailed
 from pithtrain.models.contract import Parameter
 from pithtrain.world import World
 from pithtrain.zero import Sharded, Zero
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 THREADS = 4  # files of a rank, written and read at once: one thread does 1.5 GB/s, and disks do more
+SHOWN_S = 30.0  # how long a network file system may take to show one host what another wrote
+UNTOLD = {"run": "", "spec_hash": None, "model": {}, "tokenizer": None, "tokenizer_path": None, "data": None}
 SUMMED = 1 << 24  # elements summed at once: torch widens them to 64 bits in a copy
 
 torch.serialization.set_crc32_options(False)  # halves the time of a write; our sums see more than a CRC of each piece
@@ -107,17 +110,20 @@ class Saver:
         keep_last: int | None = None,
         keep_interval: int | None = None,
     ):
-        """`about` (JSON values) is kept in checkpoint.json: the model and the tokenizer are compared at a load."""
+        """`about`: what checkpoint.json says of the run (JSON values), beside the position and the tensors."""
         self._checkpoints, self._zero, self._world, self._about = checkpoints, zero, world, about
-        self._asynchronous, self._keep = asynchronous, (keep_last, keep_interval)
+        self.asynchronous, self._keep = asynchronous, (keep_last, keep_interval)
         # a synchronous save of a GPU too: threads that read the device as they write are half as fast
         self._staged = asynchronous or world.device.type == "cuda"
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
-        self._error: Exception | None = None
-        if self._staged:  # page-locking takes 4 s per 10 GB: not in the way of the first steps
-            self._start(self._allocate)
+        self._error: BaseException | None = None
+
+    def prepare(self) -> None:
+        """Begin to take host memory, while the first steps are made: page-locking takes 4 s per 10 GB."""
+        if self._staged and not self._host:
+            self._behind(self._allocate)
 
     @property
     def in_flight(self) -> bool:
@@ -126,108 +132,100 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank is still busy with it."""
+        """Whether this rank is still busy with it. Raises what no other rank will hear of: our own mistakes."""
+        if self._error is not None and not isinstance(self._error, RunFailed):
+            raise self._error
         return self._saved is not None and self._thread is not None and self._thread.is_alive()
 
     def save(self, position: Position) -> None:
-        """Begin a checkpoint; `wait` ends it. A synchronous one is on the disk, or has failed, when this returns.
-
-        Call `wait` for the one before first. The shards may be changed as soon as this returns.
-        """
+        """Begin a checkpoint; `wait` ends it, and must have ended the one before. A synchronous one is on the disk, or
+        has failed, when this returns. The shards may be changed as soon as it does."""
         assert self._saved is None, "one save at a time"
         begin = time.perf_counter()
         final = catalog.folder(self._checkpoints, position.step)
-        sums = add_up(summarise(self._zero), self._world)
-        kind = {"kind": "full", **asdict(position), "updates": self._zero.updates, "mesh": asdict(self._world.mesh)}
-        content = {**kind, **self._about, "torch": torch.__version__, "saved_at": int(time.time()), "tensors": sums}
+        mesh, sums = asdict(self._world.mesh), add_up(summarise(self._zero), self._world)
+        content = _marker("full", position, self._zero.updates, mesh, self._about, sums)
         shards = {key: shard for key, _, shard in _shards(self._zero)}
         if self._staged:
+            self.prepare()
             self._join()
             shards = {key: self._host[key].copy_(shard, non_blocking=True) for key, shard in shards.items()}
             if self._world.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-        self._saved = Saved(position, final, stall_s=time.perf_counter() - begin)
-        self._start(lambda: self._write(final, shards, content))
-        if not self._asynchronous:
-            self._join_silently()
-            self._saved.stall_s = time.perf_counter() - begin
+        saved = self._saved = Saved(position, final, stall_s=time.perf_counter() - begin)
+        if self.asynchronous:
+            self._behind(lambda: self._write(saved, shards, content))
+        else:
+            self._run(lambda: self._write(saved, shards, content))
+            saved.stall_s = time.perf_counter() - begin
 
     def wait(self) -> Saved | None:
         """Wait for the save in flight: on the disk and visible on all ranks, or SaveError on all ranks. None: none."""
-        saved = self._saved
-        if saved is None:
-            return None
-        self._join_silently()
-        self._saved, error, self._error = None, self._error, None
-        if error is not None:
-            raise error
-        return saved
+        try:
+            self._join()
+            return self._saved
+        finally:
+            self._saved = None
 
-    def _start(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # told by `wait`, on the main thread
+            self._error = error
+
+    def _behind(self, work: Callable[[], None]) -> None:
         def run() -> None:
             if self._world.device.type == "cuda":  # the current device belongs to a thread
                 torch.cuda.set_device(self._world.device)
-            try:
-                work()
-            except BaseException as error:  # told by `wait`; torch's own is no Exception
-                self._error = error if isinstance(error, Exception) else RuntimeError(str(error))
+            self._run(work)
 
+        # the name is known to `watch`, which shows this thread's stack where the main thread waits for it
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _join_silently(self) -> None:
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
-
-    def _join(self) -> None:
-        self._join_silently()
-        if self._error is not None:
-            raise self._error
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
 
     def _allocate(self) -> None:
         """Host memory for all shards: page-locked where there is a GPU, so that the copy runs at the bus's speed."""
         for key, _, shard in _shards(self._zero):
-            host = torch.empty(shard.shape, dtype=shard.dtype)
+            host = self._host[key] = torch.empty(shard.shape, dtype=shard.dtype)
             if shard.is_cuda and host.nbytes:  # torch's own pinned memory is rounded up to a power of two
                 runtime: Any = torch.cuda.cudart()
-                error = int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-                if error:
-                    raise CapacityError(
-                        f"{host.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked for checkpoints (CUDA "
-                        f"error {error}), which need what `pithtrain plan` says; raise slurm.mem or ulimit -l"
-                    )
-            self._host[key] = host
+                if error := int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)):
+                    size = f"{host.nbytes / 2**30:.1f} GiB of host memory for checkpoints"
+                    print(f"warning: {size} cannot be page-locked (CUDA error {error}): copies are slower", flush=True)
 
-    def _write(self, final: Path, shards: dict[str, Tensor], content: dict[str, Any]) -> None:
-        """The second half, in a thread of its own; its messages go through `save_group`, which nothing else uses."""
-        saved, world = self._saved, self._world
-        assert saved is not None
-        begin = time.perf_counter()
-        partial = final.with_name(final.name + ".partial")
+    def _write(self, saved: Saved, shards: dict[str, Tensor], content: dict[str, Any]) -> None:
+        """The last part; its messages go through `save_group`, which nothing else uses while it runs."""
+        final, world, begin = saved.path, self._world, time.perf_counter()
 
         def prepare() -> None:
             catalog.tidy(self._checkpoints)
             catalog.begin(final)
 
         def publish() -> None:
-            catalog.finish(final, partial, content)
-            saved.num_bytes = catalog.size(final)
+            saved.num_bytes = catalog.finish(final, _require_files(catalog.partial(final)), content)
+
+        def retire() -> None:
+            try:
+                catalog.retire(final, *self._keep)
+            except (OSError, PithtrainError) as error:
+                saved.notes.append(f"an old checkpoint could not be deleted: {error}")
 
         self._on_rank_zero(final, prepare)
-        writer = FileSystemWriter(partial, thread_count=THREADS)
-        state = _state(self._zero, world, shards)
         try:
+            state, writer = _state(self._zero, world, shards), _Writer(catalog.partial(final))
             dcp_saver.save(state, storage_writer=writer, process_group=world.save_group)
         except CheckpointException as error:
             raise self._failed(final, _causes(error), any(map(_is_disk, error.failures.values()))) from error
         self._on_rank_zero(final, publish)
         saved.write_s = time.perf_counter() - begin
-        if world.rank == 0:
-            try:
-                catalog.retire(self._checkpoints, *self._keep)
-            except OSError as error:
-                saved.notes.append(f"an old checkpoint could not be deleted: {error}")
+        self._on_rank_zero(final, retire)  # no rank goes on alone while a slow disk deletes
 
     def _on_rank_zero(self, final: Path, work: Callable[[], None]) -> None:
         problem: str | None = None
@@ -243,7 +241,41 @@ class Saver:
     def _failed(self, final: Path, reason: str, disk: bool = True) -> RunFailed:
         if self._world.rank == 0:
             catalog.tidy(self._checkpoints)  # on a full disk its room is needed to say why
-        return (SaveError if disk else RunFailed)(f"{final} cannot be written ({reason}); older checkpoints are intact")
+        free = shutil.disk_usage(next(path for path in final.parents if path.exists())).free / 2**30
+        message = f"{final} cannot be written ({reason}; {free:.2f} GiB free); older checkpoints are intact"
+        return (SaveError if disk else RunFailed)(message)
+
+
+def _marker(
+    kind: str,
+    position: Position,
+    updates: int,
+    mesh: dict[str, int] | None,
+    about: dict[str, Any],
+    tensors: Mapping[str, Any],
+) -> dict[str, Any]:
+    facts = {"updates": updates, "mesh": mesh, "torch": torch.__version__, "saved_at": int(time.time())}
+    return {"kind": kind, **asdict(position), **UNTOLD, **about, **facts, "tensors": tensors}
+
+
+def _require_files(partial: Path) -> list[str]:
+    """The names of all files of a checkpoint, once this host sees them: a network file system may show them late.
+
+    Raises OSError for one that it does not see, such as one on another host's own disk.
+    """
+    stored = FileSystemReader(partial).read_metadata().storage_data
+    ends: dict[str, int] = {".metadata": 1}
+    for each in stored.values():
+        ends[each.relative_path] = max(ends.get(each.relative_path, 0), each.offset + each.length)
+    deadline = time.monotonic() + SHOWN_S
+    for name, end in ends.items():
+        while not (partial / name).exists() or (partial / name).stat().st_size < end:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"{partial / name}, which another rank wrote, is not seen by rank 0: not a shared folder?"
+                )
+            time.sleep(0.1)
+    return list(ends)
 
 
 def shapes(table: Iterable[Parameter]) -> dict[str, tuple[int, ...]]:
@@ -319,34 +351,47 @@ def as_hex(total: int) -> str:
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path, zero: Zero, world: World, content: dict[str, Any]) -> Position:
+def load(path: Path, zero: Zero, world: World, content: Marker) -> Position:
     """Read masters and optimizer state into this rank's shards, whatever mesh wrote them; publish the weights.
 
-    `content`: what `catalog.read` answered. Raises DamagedError, on all ranks, where the files do not give back what
-    was saved, and CheckpointError when they belong to another user or the disk does not answer.
+    `content`: what `catalog.read` answered. Raises, on all ranks: DamagedError where the files do not give back what
+    was saved, CheckpointError where they belong to another user or hold another dtype, RunFailed where the disk does
+    not answer.
     """
+    _require_own(path)
+    ours = {str(one.master.dtype).removeprefix("torch.") for one in zero.sharded.values()}
+    theirs = {one["dtype"] for one in content["tensors"].values()}
+    if ours and theirs != ours:
+        raise CheckpointError(
+            f"{path} holds {' and '.join(sorted(theirs))}, this run's training.compute_dtype keeps {ours.pop()}; "
+            "resume with the one it was saved with, or begin with its weights (init_from)"
+        )
     _load(path, zero, world, content, KINDS)
     zero.loaded(content["updates"])
     return Position(content["step"], content["samples"], content["tokens"])
 
 
-def load_weights(path: Path, zero: Zero, world: World, content: dict[str, Any]) -> None:
+def load_weights(path: Path, zero: Zero, world: World, content: Marker) -> None:
     """The masters of a checkpoint of any kind alone; moments and counters are left as they are. Raises as `load`."""
+    _require_own(path)
     _load(path, zero, world, content, ("master",))
     zero.publish()
 
 
-def _load(path: Path, zero: Zero, world: World, content: dict[str, Any], kinds: Sequence[str]) -> None:
-    _require_own(path)
+def _load(path: Path, zero: Zero, world: World, content: Marker, kinds: Sequence[str]) -> None:
     shards = {key: shard for key, _, shard in _shards(zero) if key.split("/")[0] in kinds}
     try:
         dcp_loader.load(_state(zero, world, shards), storage_reader=_Reader(path), process_group=world.control_group)
     except CheckpointException as error:
         disk = any(isinstance(failure[0], OSError) for failure in error.failures.values())
         message = f"{path} cannot be read ({_causes(error)})"
-        raise (CheckpointError if disk else DamagedError)(message) from error
+        raise (RunFailed if disk else DamagedError)(message) from error
     found = add_up({key: summary for key, summary in summarise(zero).items() if key in shards}, world)
-    wrong = [key for key, one in found.items() if one["sum"] != content["tensors"].get(key, {}).get("sum")]
+    saved = content["tensors"]
+    # weights of another dtype have been rounded, and have no sum to compare with
+    wrong = [
+        key for key, one in found.items() if one["sum"] != saved[key]["sum"] and one["dtype"] == saved[key]["dtype"]
+    ]
     wrong = world.from_rank_zero(wrong)
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -370,6 +415,44 @@ def _is_disk(failure: tuple[BaseException, Any]) -> bool:
     return isinstance(failure[0], OSError) or "inline_container" in str(failure[0])
 
 
+class _Writer(FileSystemWriter):
+    """torch's, with the shards of a rank in several files that are written at once.
+
+    Its own `thread_count` does that too, and loses the error of every thread but the calling one: what a full disk cut
+    off would count as written.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path, per_thread_copy_ahead=0)  # nothing is on a device here
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        parts: list[list[WriteItem]] = [[] for _ in range(THREADS)]
+        sizes = [0] * THREADS
+        for item in sorted(plan.items, key=_item_size, reverse=True):
+            part = sizes.index(min(sizes))
+            parts[part].append(item)
+            sizes[part] += _item_size(item)
+        prefix, write = plan.storage_data, super().write_data
+        plans = [
+            replace(plan, items=items, storage_data=replace(prefix, prefix=f"{prefix.prefix}{part}"))
+            for part, items in enumerate(parts)
+            if items
+        ]
+        with ThreadPoolExecutor(THREADS) as pool:
+            running = [pool.submit(write, part, planner) for part in plans]
+        return _finished([result for part in running for result in part.result().wait()])
+
+
+def _item_size(item: WriteItem) -> int:
+    return math.prod(item.tensor_data.chunk.sizes) if item.tensor_data else 0
+
+
+def _finished(value: Any) -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 class _Reader(FileSystemReader):
     """torch's, with the files of a checkpoint read by several threads."""
 
@@ -377,13 +460,13 @@ class _Reader(FileSystemReader):
         files: dict[str, list[Any]] = {}
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        read = super().read_data
         with ThreadPoolExecutor(THREADS) as pool:
             parts = [LoadPlan(items, plan.storage_data, plan.planner_data) for items in files.values()]
-            for done in [pool.submit(super(_Reader, self).read_data, part, planner) for part in parts]:
-                done.result()
-        finished: torch.futures.Future[None] = torch.futures.Future()
-        finished.set_result(None)
-        return finished
+            running = [pool.submit(read, part, planner) for part in parts]
+        for part in running:
+            part.result()
+        return _finished(None)
 
 
 # ---- one process, tensor by tensor -----------------------------------------------------------------------------------
@@ -418,11 +501,30 @@ class Reader:
         planner.set_up_planner({key: whole}, part, is_coordinator=True)
         try:
             self._reader.read_data(planner.create_local_plan(), planner)
+        except OSError as error:
+            gone = "; its run has deleted it meanwhile" if not self.path.exists() else ""
+            raise CheckpointError(f"{self.path}: {key} cannot be read ({error}){gone}") from error
         except Exception as error:
             raise DamagedError(f"{self.path}: {key} cannot be read ({error!r})") from error
-        if as_hex(int(fingerprint(whole))) != self.content["tensors"][key]["sum"]:
-            raise DamagedError(f"{self.path}: {key} is not what was saved: its sum differs")
+        saved = self.content["tensors"][key]
+        if list(whole.shape) != saved["shape"] or as_hex(int(fingerprint(whole))) != saved["sum"]:
+            raise DamagedError(f"{self.path}: {key} is not what was saved: its shape or its sum differs")
         return whole
+
+
+def verify(path: Path, progress: Callable[[int, int, str], None]) -> Iterator[str]:
+    """Read every tensor of a complete checkpoint; what cannot be read or is not what was saved, in words."""
+    try:
+        reader = Reader(path)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    for number, key in enumerate(reader.content["tensors"], 1):
+        try:
+            reader.tensor(key)
+        except CheckpointError as error:
+            yield str(error)
+        progress(number, len(reader.content["tensors"]), key)
 
 
 def write_weights(
@@ -446,7 +548,7 @@ def write_weights(
             return made
 
     state = {key: torch.empty(shapes[name], device="meta") for key, name in names.items()}
-    partial = out.with_name(out.name + ".partial")
+    partial = catalog.partial(out)
     try:
         catalog.begin(out)
         # a file per tensor: torch keeps what it wrote until the file ends
@@ -454,16 +556,14 @@ def write_weights(
         with warnings.catch_warnings():  # that there is no process group
             warnings.simplefilter("ignore", UserWarning)
             dcp_saver.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-        position = {"kind": "weights", "step": 0, "samples": 0, "tokens": 0, "updates": 0, "mesh": None}
-        content = {**position, "torch": torch.__version__, "saved_at": int(time.time()), **about, "tensors": tensors}
-        catalog.finish(out, partial, content)
+        catalog.finish(out, _require_files(partial), _marker("weights", Position(0, 0), 0, None, about, tensors))
     except (OSError, CheckpointException) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        failures = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else []
-        for failure in failures:
-            if isinstance(failure, CheckpointError):
-                raise failure from None
-        raise CheckpointError(f"{out} cannot be written ({failures or error})") from error
+        if not isinstance(error, FileExistsError):
+            shutil.rmtree(partial, ignore_errors=True)
+        cause = error.failures[0][0] if isinstance(error, CheckpointException) else error
+        if not _is_disk((cause, None)):
+            raise cause from None  # what `make` raised
+        raise CheckpointError(f"{out} cannot be written ({cause})") from error
     return out
 
 

@@ -8,13 +8,12 @@ code is the error's own (`errors`): a traceback here means our mistake, never th
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -24,7 +23,6 @@ import typer
 from pithtrain import catalog, jobs, rundir, show, slurm, worker
 from pithtrain import submit as starting
 from pithtrain.errors import (
-    CheckpointError,
     PithtrainError,
     RunDirError,
     RunFailed,
@@ -461,15 +459,13 @@ def inspect(
 
     Reads names, sizes and one small file. Exit code 1: none is complete, or --verify found what is not as it was saved.
     """
-    root, skipped = Path(what).absolute(), list[str]()
-    if not root.is_dir() or any((path / "spec.yaml").exists() for path in (root, output_dir / what)):
-        root = rundir.find(what, output_dir).checkpoints
+    root, skipped = _place(what, output_dir), list[str]()
+    if (root / "spec.yaml").exists():
+        root = RunDir(root).checkpoints
     folders = catalog.complete(root, skipped.append) if root.name == "checkpoints" else [root]
     rows, newest = list[dict[str, Any]](), None
     for path in folders:
         try:
-            if path.suffix in (".partial", ".removed"):  # though its marker may be there
-                raise catalog.IncompleteError(f"{path.name} is incomplete, as its name says")
             content = catalog.read(path)
         except catalog.IncompleteError as error:  # the one that was named; or it was deleted meanwhile
             skipped.append(str(error))
@@ -477,9 +473,15 @@ def inspect(
         size = sum(content["files"].values()) + (path / catalog.MARKER).stat().st_size
         rows.append({"path": str(path), "bytes": size, **{key: content.get(key) for key in show.INSPECTED}})
         newest = newest or {**rows[-1], **content}
-    problems = list(_differences(Path(newest["path"]))) if verify and newest is not None else None
+    problems = None
+    if verify and newest is not None:
+        from pithtrain import checkpoint
+
+        with _progress(lines=True) as progress:
+            problems = list(checkpoint.verify(Path(rows[0]["path"]), progress))
     if as_json:
-        print(json.dumps({"checkpoints": rows, "skipped": skipped, "newest": newest, "problems": problems}))
+        told = {"checkpoints": rows, "skipped": skipped, "newest": newest, "problems": problems}
+        print(json.dumps(json.loads(json.dumps(told), parse_constant=lambda _: None)))  # JSON has no NaN
     else:
         for part in show.inspected(rows, skipped, newest, problems):
             show.console().print(part)
@@ -487,27 +489,12 @@ def inspect(
         raise SystemExit(1)
 
 
-def _differences(path: Path) -> Iterator[str]:
-    """Each tensor of a checkpoint that is not what its marker says, read one at a time."""
-    from pithtrain import checkpoint
-
-    try:
-        reader = checkpoint.Reader(path)
-    except checkpoint.DamagedError as error:
-        yield str(error)
-        return
-    tensors = reader.content["tensors"]
-    with _progress(lines=True) as progress:
-        for number, (key, about) in enumerate(tensors.items(), 1):
-            try:
-                tensor = reader.tensor(key)  # compares the sum
-            except CheckpointError as error:
-                yield str(error)
-                continue
-            norm = float(checkpoint.norm_of(tensor))
-            if list(tensor.shape) != about["shape"] or not math.isclose(norm, about["norm"], rel_tol=1e-6):
-                yield f"{path}: {key} is {list(tensor.shape)} with norm {norm}, and was saved as {about}"
-            progress(number, len(tensors), key)
+def _place(what: str, output_dir: Path) -> Path:
+    """The directory of a run, by name or path, or the folder of a checkpoint."""
+    root = Path(what).absolute()
+    if not root.is_dir() or any((path / "spec.yaml").exists() for path in (root, output_dir / what)):
+        return rundir.find(what, output_dir).path
+    return root
 
 
 @app.command(
@@ -525,7 +512,7 @@ def export_hf(
 
     from pithtrain import convert
 
-    path = Path(source) if Path(source).is_dir() else rundir.find(source, output_dir).path
+    path = _place(source, output_dir)
     with _progress(lines=True) as progress:
         size = convert.export_hf(path, out, getattr(torch, dtype), note=_note, progress=progress)
     print(f"{out}: {size / 2**30:.2f} GiB, {dtype}")

@@ -13,24 +13,27 @@ what is missing, unexpected or of another shape.
 An export in bfloat16 leaves `Parameter.fp32` (norms, router, biases) in float32, as they were trained; the dtype in
 config.json is that of the matrices. An export in float32 has the masters bit for bit.
 
-A safetensors file is the length of its header (8 bytes, little endian), the header ({name: dtype, shape, data_offsets})
-and the values one after another: plain reads and writes. A mapped file would count as memory, be slow over a network,
-and end the process where a read fails. Cost of an export: 4 bytes a parameter read, 2 written, memory of two tensors.
+Reading is the safetensors library's. Writing is not, since it wants a whole file in memory: a header (its length, then
+{name: dtype, shape, data_offsets} as JSON), and the values one after another. Cost of an export: 4 bytes a parameter
+read, 2 written, memory of two tensors.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pithtrain import catalog, checkpoint
+from pithtrain.catalog import Marker
 from pithtrain.errors import CheckpointError
 from pithtrain.models.contract import HfTensor, ModelConfig, Parameter
 from pithtrain.spec import ModelSection, read_model
@@ -43,7 +46,6 @@ PAPERS = (TOKENIZER, SETTINGS, "special_tokens_map.json", "chat_template.jinja",
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SHARD_BYTES = 4 << 30  # a file: what one rank of a shared export writes alone, and a broken download repeats
 CHUNK_BYTES = 32 << 20  # read at once, before it is widened to fp32
-LONGEST_HEADER = 100_000_000  # bytes: the format's own limit
 
 Json = dict[str, Any]
 Note = Callable[[str], None]
@@ -90,18 +92,17 @@ def export_hf(
     note = note if rank == 0 else _silent
     if out.exists():
         raise CheckpointError(f"{out} exists already: name another folder, or remove it")
-    source = catalog.resolve(source, note)
+    source = catalog.candidates(source, note)[0]
     reader = checkpoint.Reader(source)
     model = read_model(reader.content["model"])
     _check_masters(source, reader.content, model.config)
     files = _plan(model.config, dtype, note)
     heads = {name: _header(members) for name, members in files.items()}
     want = {name: len(heads[name]) + sum(one.num_bytes for one in members) for name, members in files.items()}
-    partial = out.with_name(out.name + ".partial")
+    partial = catalog.partial(out)
     try:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-            partial.mkdir(parents=True)
+            catalog.begin(out)
             if (free := shutil.disk_usage(partial).free) < sum(want.values()):
                 raise OSError(f"it takes {sum(want.values()) / 2**30:.2f} GiB, {free / 2**30:.2f} are free")
         barrier()
@@ -125,15 +126,17 @@ def export_hf(
             partial.rename(out)
         barrier()
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        # where others write into it, theirs must not be the first error
+        if size == 1 and not isinstance(error, FileExistsError):
+            shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise CheckpointError(f"{out} cannot be written ({error})") from error
         raise
     return sum(want.values())
 
 
-def _check_masters(path: Path, content: Json, config: ModelConfig) -> None:
-    have = {key: tuple(one["shape"]) for key, one in content["tensors"].items() if key.startswith("master/")}
+def _check_masters(path: Path, content: Marker, config: ModelConfig) -> None:
+    have = {key: one["shape"] for key, one in content["tensors"].items() if key.startswith("master/")}
     catalog.check_tensors(path, have, {f"master/{info.name}": info.stored_shape for info in config.parameters()})
 
 
@@ -182,7 +185,7 @@ def _write_values(file: BinaryIO, one: _Planned, stored: Tensor) -> None:
         file.write(piece.view(torch.uint8).numpy().data)
 
 
-def _write_papers(out: Path, model: ModelSection, dtype: torch.dtype, plan: Plan, content: Json, note: Note) -> None:
+def _write_papers(out: Path, model: ModelSection, dtype: torch.dtype, plan: Plan, content: Marker, note: Note) -> None:
     """All but the values: index, config.json, tokenizer."""
     if len(plan) > 1:
         places = {row.name: name for name, members in plan.items() for one in members for row in one.rows}
@@ -228,11 +231,10 @@ def _write_json(path: Path, content: object) -> None:
 
 
 class _Stored(NamedTuple):
-    """Where a tensor's values lie."""
+    """Where a tensor's values lie, and as what."""
 
     file: Path
-    offset: int
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
 
 
@@ -281,59 +283,48 @@ class HfFolder:
         return pieces
 
     def rows(self, info: Parameter, pieces: Sequence[HfTensor], first: int, count: int) -> Tensor:
-        """Rows [first, first + count) of a stored parameter, fp32. Raises CheckpointError where a file cannot be read,
-        or a second copy of the parameter holds other values."""
+        """Rows [first, first + count) of a stored parameter, fp32; a file is mapped only while one piece is read.
+
+        Raises CheckpointError where a second copy of the parameter holds other values.
+        """
         whole = torch.empty(count, *info.stored_shape[1:])
         for piece in pieces:
-            found = self.tensors[piece.name]
-            row_bytes = math.prod(whole.shape[1:]) * found.dtype.itemsize
-            begin, end = max(first, piece.row), min(first + count, piece.row + _height(piece, whole.shape))
-            step = max(CHUNK_BYTES // row_bytes, 1)
-            for at in range(begin, end, step):
-                target = whole[at - first : min(at + step, end) - first]
-                place = found.offset + (at - piece.row) * row_bytes
-                values = _read(found, place, len(target) * row_bytes).view(target.shape)
-                if not piece.copy:
-                    target.copy_(values)
-                elif not torch.equal(target, values.to(target.dtype)):
-                    raise CheckpointError(f"{self.path}: {piece.name} should be the same as {piece.parameter}")
+            height = _height(piece, whole.shape)
+            begin, end = max(first - piece.row, 0), min(first + count - piece.row, height)  # rows of this piece
+            lead = height // piece.shape[0]  # stored rows under one index of its first axis: 2I in a fused [E, 2I, H]
+            step = lead * max(CHUNK_BYTES * piece.shape[0] // (4 * math.prod(piece.shape)), 1)
+            with _opened(self.tensors[piece.name].file) as file:
+                stored = file.get_slice(piece.name)
+                for at in range(begin, end, step):
+                    stop = min(at + step, end)
+                    a, b = at // lead, -(-stop // lead)
+                    values = stored[a:b].reshape(-1, *whole.shape[1:])[at - a * lead : stop - a * lead]
+                    target = whole[piece.row + at - first :][: stop - at]
+                    if not piece.copy:
+                        target.copy_(values)
+                    elif not torch.equal(target, values.to(target.dtype)):
+                        raise CheckpointError(f"{self.path}: {piece.name} should be the same as {piece.parameter}")
         return whole
 
 
-def _read(stored: _Stored, place: int, size: int) -> Tensor:
-    """`size` bytes of a tensor's file."""
-    buffer = bytearray(size)
+@contextlib.contextmanager
+def _opened(path: Path) -> Generator[Any, None, None]:
+    """A safetensors file; the library sees that every value is there. Raises CheckpointError."""
     try:
-        with stored.file.open("rb") as file:
-            file.seek(place)
-            if file.readinto(buffer) < size:
-                raise OSError("it has become shorter")
-    except OSError as error:
-        raise CheckpointError(f"{stored.file} cannot be read ({error})") from error
-    return torch.frombuffer(buffer, dtype=stored.dtype)
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from error
 
 
 def _stored(path: Path) -> dict[str, _Stored]:
-    """The tensors of a safetensors file, every value of which is there."""
-    found: dict[str, _Stored] = {}
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size, LONGEST_HEADER):
-                raise ValueError(f"it would have a header of {length} bytes")
-            header: Json = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} is of dtype {entry['dtype']}; read are {', '.join(DTYPES)}")
-            (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(f"{name} of shape {shape} would be bytes {begin} to {end} of {size - 8 - length}")
-            found[name] = _Stored(path, 8 + length + begin, dtype, shape)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from error
+    """What a file holds."""
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+        found = {name: _Stored(path, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    for name, one in found.items():
+        if one.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {name} is of dtype {one.dtype}; read are {', '.join(DTYPES)}")
     return found
 
 
@@ -352,7 +343,10 @@ def import_hf(
     `architecture` is a folder of models/, the config's own `model_type` otherwise. Raises SpecError for a config.json
     that this model does not read, CheckpointError for tensors or a disk.
     """
-    architecture = architecture or str(_read_json(source / CONFIG).get("model_type"))
+    if architecture is None:
+        architecture = str(_read_json(source / CONFIG).get("model_type"))
+        if "/" in architecture:  # it would be a folder outside the package, whose code is run: not for a file to say
+            raise CheckpointError(f"{source / CONFIG}: model_type = {architecture!r} is no name of a model")
     model = read_model({"architecture": architecture, "config_file": str(source / CONFIG)})
     folder = HfFolder(source, note)
     pieces = folder.match(model.config)
@@ -365,12 +359,13 @@ def import_hf(
         progress(done := done + 4 * info.size, total, name)
         if pieces[name]:
             return folder.rows(info, pieces[name], 0, info.stored_shape[0])
-        note(f"{name} has no place in this family's format and begins as {info.init}")
-        return torch.full(info.stored_shape, float(info.init == "ones"))
+        value = float(info.init == "ones")
+        note(f"{name} has no place in this family's format and begins as {value:g} everywhere")
+        return torch.full(info.stored_shape, value)
 
     tokenizer = source.absolute() / TOKENIZER
     sha = _sha256(tokenizer)
-    about = {"model": model.model_dump(mode="json"), "tokenizer": sha, "tokens": 0, "run": None, "spec_hash": None}
+    about = {"model": model.model_dump(mode="json"), "tokenizer": sha, "run": out.name, "spec_hash": None, "data": None}
     about["tokenizer_path"] = None if sha is None else str(tokenizer)
     return checkpoint.write_weights(out, {name: info.stored_shape for name, info in table.items()}, make, about)
 
@@ -383,7 +378,7 @@ def init(path: Path, zero: Zero, world: World, model: ModelSection, report: Note
     """
     report = report if world.rank == 0 else _silent
     ours = model.model_dump(mode="json")
-    if (path / CONFIG).exists():
+    if world.from_rank_zero((path / CONFIG).exists()):
         given = type(model.config).canonical(_read_json(path / CONFIG))
         theirs = {key: given.get(key) for key in ours} | {"architecture": model.architecture}
         theirs_sha = _sha256(path / TOKENIZER)
@@ -392,9 +387,14 @@ def init(path: Path, zero: Zero, world: World, model: ModelSection, report: Note
         for name, one in zero.sharded.items():
             if pieces[name]:
                 one.master.copy_(folder.rows(one.info, pieces[name], one.first_row, one.master.shape[0]))
+        for name in (name for name, found in pieces.items() if not found):
+            report(f"{name} has no place in this family's format and begins as training.seed makes it")
         zero.loaded(0)
     else:
-        path = world.from_rank_zero(catalog.resolve(path, report) if world.rank == 0 else path)
+        try:
+            path = world.from_rank_zero(catalog.candidates(path, report)[0] if world.rank == 0 else path)
+        except CheckpointError as error:
+            raise CheckpointError(f"init_from: no {CONFIG} of a Hugging Face folder there, and {error}") from error
         content = catalog.read(path)
         theirs, theirs_sha = content["model"], content["tokenizer"]
         _check_masters(path, content, model.config)

@@ -15,6 +15,7 @@ twice, and a line that a killed writer left torn. `step` counts from 1: line k h
 update k.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -94,16 +95,23 @@ class Events:
 
     def metrics(self, metrics: Metrics) -> None:
         row = metrics.flat()
-        print(json.dumps(row), file=self._metrics_file, flush=True)
+        self._write(self._metrics_file, row)
         print(console_line(metrics, self.spec.training.max_steps), flush=True)
         self._wandb.log(row)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened: started, saved, resumed, ... ; fields are plain JSON values."""
         row = {"time": time.time(), "event": kind, "attempt": self.attempt, **fields}
-        print(json.dumps(row), file=self._events_file, flush=True)
+        self._write(self._events_file, row)
         text = ", ".join(f"{key} {value}" for key, value in fields.items())
         print(f"{kind}: {text}" if text else kind, flush=True)
+
+    def _write(self, file: TextIO, row: dict[str, Any]) -> None:
+        """A full disk must not cost the state in memory: what it does not take stays in the buffer for a later line."""
+        with contextlib.suppress(OSError):
+            print(json.dumps(row), file=file)
+            self._metrics_file.flush()
+            self._events_file.flush()
 
     def rewind(self, step: int) -> None:
         """Cut the lines of metrics.jsonl beyond `step`, the step of the checkpoint that training goes on from."""
@@ -119,8 +127,9 @@ class Events:
     def close(self, exit_code: int, preempted: bool = False) -> None:
         """`preempted`: the run goes on in another attempt, which W&B should not take for an end."""
         self._wandb.finish(exit_code, preempted)
-        self._metrics_file.close()
-        self._events_file.close()
+        for file in (self._metrics_file, self._events_file):
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _warn(self, problem: str) -> None:
         self.event("warning", message=f"W&B: {problem}; training goes on without it")

@@ -103,8 +103,6 @@ class Plan:
     rank_weight_bytes: tuple[int, ...]
     rank_gradient_bytes: tuple[int, ...]
     rank_optimizer_bytes: tuple[int, ...]  # masters and two moments, sharded
-    checkpoint_bytes: int  # on the disk, each; on GPUs or with async_save as much host memory over all nodes
-    nodes: int
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -112,9 +110,14 @@ class Plan:
         parts = (self.rank_weight_bytes, self.rank_gradient_bytes, self.rank_optimizer_bytes)
         return tuple(sum(each) for each in zip(*parts, strict=True))
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """On the disk: masters and moments of all ranks, each once."""
+        return sum(self.rank_optimizer_bytes) * self.ranks // self.mesh.pp
+
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
-        return {**asdict(self), "rank_bytes": self.rank_bytes}
+        return {**asdict(self), "rank_bytes": self.rank_bytes, "checkpoint_bytes": self.checkpoint_bytes}
 
     def text(self) -> str:
         """The same for people, a line per idea."""
@@ -138,8 +141,8 @@ class Plan:
             ),
             (
                 "checkpoint",
-                f"{self.checkpoint_bytes / gib:.2f} GiB, and page-locked host memory of "
-                f"{self.checkpoint_bytes / self.nodes / gib:.2f} GiB per node (not with synchronous saves on a CPU)",
+                f"{self.checkpoint_bytes / gib:.2f} GiB each, and as much host memory over all nodes (but for "
+                "synchronous saves on CPUs)",
             ),
         ]
         return "\n".join(f"{key:<17} {value}" for key, value in lines)
@@ -206,6 +209,4 @@ def plan(spec: RunSpec) -> Plan:
         rank_weight_bytes=tuple(weights),
         rank_gradient_bytes=tuple(gradients),
         rank_optimizer_bytes=tuple(optimizer),
-        checkpoint_bytes=3 * wide * sum(parameter.size for parameter in config.parameters()),
-        nodes=spec.slurm.nodes,
     )

@@ -26,6 +26,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -511,6 +512,23 @@ def _check_checkpoint(checkpoint: CheckpointSection) -> Problems:
         yield Problem(at, kept, rule, f"nearest: {' or '.join(map(str, near))}")
 
 
+def _check_host_memory(
+    model: ModelSection, training: TrainingSection, checkpoint: CheckpointSection, slurm: SlurmSection
+) -> Problems:
+    """A save copies a node's part of the state to host memory; the kernel's killer would say nothing of it."""
+    if slurm.mem.strip("KMGT") == "0" or (training.device == "cpu" and not checkpoint.async_save):
+        return
+    have = int(slurm.mem.rstrip("KMGT")) * 1024 ** (" KMGT".find(slurm.mem[-1]) if slurm.mem[-1] in "KMGT" else 2)
+    need = 12 * sum(parameter.size for parameter in model.config.parameters()) / slurm.nodes
+    if need > have:
+        rule = (
+            f"is less than the {need / 2**30:.1f} GiB of each node that a checkpoint is copied to before it is written"
+        )
+        yield Problem(
+            "slurm.mem", slurm.mem, rule, f"give {math.ceil(1.3 * need / 2**30)}G or more, or 0 for all of it"
+        )
+
+
 def _check_beginning(init_from: Path | None, resume: str) -> Problems:
     if init_from is not None and resume != "auto":
         rule = f"is one beginning and resume = {show(resume)} another: weights alone, or full state"
@@ -612,7 +630,16 @@ def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], 
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype
-    checks += _check_lr, _check_moe, _check_data, _check_checkpoint, _check_beginning, _check_words, _check_slurm
+    checks += (
+        _check_lr,
+        _check_moe,
+        _check_data,
+        _check_checkpoint,
+        _check_beginning,
+        _check_host_memory,
+        _check_words,
+        _check_slurm,
+    )
     for check in checks:
         needed = inspect.signature(check).parameters
         if needed.keys() <= parts.keys():

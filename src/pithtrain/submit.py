@@ -31,8 +31,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pithtrain import jobs, rundir, slurm, watch, worker
-from pithtrain.errors import ABSENT, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
+from pithtrain import catalog, jobs, rundir, slurm, watch, worker
+from pithtrain.errors import Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, show
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -316,10 +316,11 @@ def _possible(spec: RunSpec, force: bool) -> None:
 def _changed_spec(run: RunDir, changes: Sequence[str]) -> tuple[RunSpec, RunSpec]:
     """The run's spec before and after a resume's changes. Raises SpecError for what would make it another run."""
     before, spec = load(run.spec_yaml), load(run.spec_yaml, changes)
-    fixed = [name for name in ("name", "output_dir", "model") if getattr(before, name) != getattr(spec, name)]
-    if fixed:
+    names = ("name", "output_dir", "model")
+    old, new = (each.model_dump(mode="json", include=set(names)) for each in (before, spec))
+    if fixed := [one for name in names for one in catalog.differences(name, old[name], new[name])]:
         rule = "cannot change at a resume; start another run"
-        raise SpecError([Problem(name, ABSENT, rule) for name in fixed])
+        raise SpecError([Problem(key, ours, f"was {show(theirs)} and {rule}") for key, theirs, ours in fixed])
     return before, spec
 
 

@@ -16,25 +16,26 @@ begins a small all-reduce of the flags on the CPU and reads its answer when it e
 acts on a request at the end of the step after the one that it arrived in, at the latest.
 """
 
-import contextlib
 import math
 import re
 import resource
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pithtrain import catalog, checkpoint, convert, preflight
 from pithtrain.build import Engine, build, device_type
-from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError
+from pithtrain.catalog import Marker
+from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
 from pithtrain.data import Dataset
-from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError
+from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
 from pithtrain.events import Events, Metrics
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
@@ -112,7 +113,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
     engine = build(spec, world)
     about = _about(spec, run_dir, dataset)
     watch.enter("load", 0)
-    position = _resume(spec, run_dir, engine, events, about)
+    position = _resume(spec, run_dir, engine, events, watch, about)
     if dataset is not None:
         dataset.require(position.samples + (training.max_steps - position.step) * training.global_batch_size)
     if events is not None:
@@ -125,13 +126,24 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
         events.event("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
 
     meter = _Meter(skips=torch.zeros(2, device=world.device))
-    saves = _Saves(spec, run_dir, engine, events, about, watch, meter, position)
+    keys = spec.checkpoint
+    saver = Saver(
+        run_dir.checkpoints,
+        engine.zero,
+        world,
+        about,
+        asynchronous=keys.async_save,
+        keep_last=keys.keep_last,
+        keep_interval=keys.keep_interval,
+    )
+    saves = _Saves(spec, saver, world, events, watch, meter, position.step)
     stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
-    if not stop:
+    if not stop and position.step < training.max_steps:
+        saver.prepare()
         watch.enter("first_step", position.step)
     meter.restart()
     while position.step < training.max_steps and not stop:
-        agreed = world.max(watch.should_stop(), watch.should_save(), saves.saver.writing)
+        agreed = world.max(watch.should_stop(), watch.should_save(), saver.writing)
         begin = time.perf_counter()
         batches = read_batches(dataset, spec, world, position.samples)
         meter.data_wait_s += time.perf_counter() - begin
@@ -148,28 +160,27 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
         requested = requested and not saves.requested  # else one that is under way
         log_due = last or step % spec.logging.interval == 0
         save_due = last or requested or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
-        step_s = 0.0
         if log_due or save_due:
             count, first = meter.skips.tolist()
-            step_s = (time.perf_counter() - meter.since) / meter.steps
+            saves.step_s = (time.perf_counter() - meter.since) / meter.steps
             if log_due or count:
                 line = _metrics(spec, world, attempt, meter, position, lr, result)
                 meter.restart()
                 if events is not None:
                     events.metrics(line)
             if count:
-                saves.save(position, step_s, last=True)  # without the updates of those steps, so what stands is sound
+                saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
                 raise NotFiniteError(
                     f"the gradient norm was not finite at step {first:.0f}, and at {count:.0f} of the steps up to "
                     f"{step}; those updates were left out and step {step} is saved. guards.non_finite is "
                     f"{spec.guards.non_finite!r}: lower optimizer.lr or look at the data of that step, then resume"
                 )
-        watch.enter("step", step)
         if save_due:
-            saves.save(position, step_s, bool(requested), bool(last))
+            saves.save(position, bool(requested), bool(last))
+        elif saver.in_flight and not writing:  # on every rank
+            saves.hear(position)
+        if not last:
             watch.enter("step", step)
-        elif saves.saver.in_flight and not writing:  # on every rank
-            saves.hear(position, step_s)
     watch.agreed(stop)
     engine.zero.wait_for_weights()
     finished = position.step >= training.max_steps
@@ -178,6 +189,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
     return Outcome(saves.step, finished)
 
 
+@dataclass
 class _Saves:
     """The run's saves: when one is begun and when its end is heard of, at the same step on all ranks.
 
@@ -185,97 +197,83 @@ class _Saves:
     `distributed.save_timeout_s`, and say so each time, while people make room.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        run_dir: RunDir,
-        engine: Engine,
-        events: Events | None,
-        about: dict[str, Any],
-        watch: Watch,
-        meter: "_Meter",
-        position: Position,
-    ):
-        self._spec, self._world, self._events, self._watch, self._meter = spec, engine.world, events, watch, meter
-        keys = spec.checkpoint
-        self.saver = checkpoint.Saver(
-            run_dir.checkpoints,
-            engine.zero,
-            engine.world,
-            about,
-            asynchronous=keys.async_save,
-            keep_last=keys.keep_last,
-            keep_interval=keys.keep_interval,
-        )
-        self.step = position.step  # whose state is on the disk
-        self.requested = False  # somebody waits for the save in flight
-        self._warned = False
+    spec: RunSpec
+    saver: Saver
+    world: World
+    events: Events | None
+    watch: Watch
+    meter: "_Meter"
+    step: int  # whose state is on the disk
+    requested: bool = False  # somebody waits for the save in flight
+    step_s: float = 0.0  # of the steps before the newest line
+    warned: bool = False
 
-    def save(self, position: Position, step_s: float, requested: bool = False, last: bool = False) -> None:
+    def save(self, position: Position, requested: bool = False, last: bool = False) -> None:
         """Begin a save; it is on the disk when this returns if it is synchronous, or `last` whatever the spec says.
         Raises SaveError when it could not be written for `save_timeout_s`."""
-        self._watch.enter("save", position.step)
-        deadline = time.monotonic() + self._spec.distributed.save_timeout_s
+        limit = self.spec.distributed.save_timeout_s
+        deadline = time.monotonic() + limit
         while True:
             begin = time.perf_counter()
             try:
-                self._settle(step_s)  # the one before
+                self.watch.enter("save", position.step)
+                self._settle()  # the one before
+                self.watch.enter("save", position.step)  # the limit is that of one save
                 self.requested = self.requested or requested
                 self.saver.save(position)
-                if last or not self._spec.checkpoint.async_save:
-                    self._settle(step_s)
+                if last or not self.saver.asynchronous:
+                    self._settle()
                 return
             except SaveError as error:
-                if not self._world.from_rank_zero(time.monotonic() < deadline):
+                if not self.world.from_rank_zero(time.monotonic() < deadline):
                     raise
                 self._tell(position, error)
-                time.sleep(min(RETRY_SAVE_S, self._spec.distributed.save_timeout_s / 10))
-                self._watch.enter("save", position.step)
+                time.sleep(min(RETRY_SAVE_S, limit / 10))
             finally:
-                self._meter.stalled(time.perf_counter() - begin)
+                self.meter.stalled(time.perf_counter() - begin)
 
-    def hear(self, position: Position, step_s: float) -> None:
+    def hear(self, position: Position) -> None:
         """The write behind the steps has ended on all ranks; if it failed, the state as it is now is saved before the
         next step."""
         try:
-            self._settle(step_s)
+            self._settle()
         except SaveError as error:
             self._tell(position, error)
-            self.save(position, step_s, last=True)
+            self.save(position, last=True)
 
     def _tell(self, position: Position, error: SaveError) -> None:
-        message = f"{error}; tried again until {self._spec.distributed.save_timeout_s} s are over"
-        with contextlib.suppress(OSError):  # it lies on the same disk
-            if self._events is not None:
-                self._events.event("save_failed", step=position.step, message=message)
+        if self.events is not None:
+            until = f"tried again until {self.spec.distributed.save_timeout_s} s are over"
+            self.events.event("save_failed", step=position.step, message=f"{error}; {until}")
 
-    def _settle(self, step_s: float) -> None:
+    def _settle(self) -> None:
         saved = self.saver.wait()
         if saved is None:
             return
         self.step = saved.position.step
         if self.requested:
-            self._watch.saved()
-        if self._events is not None:
+            self.watch.saved()
+        if self.events is not None:
             seconds = {"stall_s": round(saved.stall_s, 3), "write_s": round(saved.write_s, 3)}
             facts = {"path": str(saved.path), **seconds, "bytes": saved.num_bytes, "requested": self.requested}
-            self._events.event("saved", step=self.step, **facts)
+            self.events.event("saved", step=self.step, **facts)
             for note in saved.notes:
-                self._events.event("warning", message=note)
-            self._warn_of_short_delay(saved, step_s)
+                self.events.event("warning", message=note)
+            self._warn_of_short_delay(saved)
         self.requested = False
 
-    def _warn_of_short_delay(self, saved: Saved, step_s: float) -> None:
+    def _warn_of_short_delay(self, saved: Saved) -> None:
         """Once: the time limit may end the run before the save that its signal asks for is through."""
-        save_s = max(saved.stall_s, saved.write_s) * (2 if self._spec.checkpoint.async_save else 1)  # one is under way
-        need, delay = 1.5 * save_s + 2 * step_s, self._spec.slurm.signal_delay_s
-        if self._events is None or self._warned or self._spec.slurm.time is None or delay >= need:
+        save_s = max(saved.stall_s, saved.write_s) * (2 if self.saver.asynchronous else 1)  # one is under way
+        need, delay = 1.5 * save_s + 2 * self.step_s, self.spec.slurm.signal_delay_s
+        if self.events is None or self.warned or self.spec.slurm.time is None or delay >= need:
             return
-        self._warned = True
-        self._events.event(
+        self.warned = True
+        told = f"1.5 x a save of {save_s:.1f} s + 2 steps of {self.step_s:.1f} s"
+        self.events.event(
             "warning",
-            message=f"slurm.signal_delay_s = {delay} is shorter than 1.5 x a save of {save_s:.1f} s + 2 steps of "
-            f"{step_s:.1f} s: the time limit may end the run before it is saved; make it {math.ceil(need)} or more",
+            message=f"slurm.signal_delay_s = {delay} is shorter than {told}: the time limit may end the run before it "
+            f"is saved; make it {math.ceil(need)} or more",
         )
 
 
@@ -283,12 +281,24 @@ def _export(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None,
     """`checkpoint.export_hf: final`: the last checkpoint in Hugging Face form, in hf/step-*; all ranks write."""
     watch.enter("save", step)
     begin = time.perf_counter()
-    source = catalog.folder(run_dir.checkpoints, step)
+    newest = catalog.newest(run_dir.checkpoints, lambda reason: None) if world.rank == 0 else None
+    source = world.from_rank_zero(newest)
+    assert source is not None, "the last step has just been saved"
     out = run_dir.hf / source.name
     if world.from_rank_zero(out.exists()):  # a finished run that was started again
         return
+    if world.rank == 0:
+        shutil.rmtree(catalog.partial(out), ignore_errors=True)  # of an export that was killed
     told: list[str] = []
-    convert.export_hf(source, out, rank=world.rank, size=world.mesh.size, barrier=world.barrier, note=told.append)
+
+    def beat(*_: object) -> None:
+        watch.enter("save", step)
+
+    share = {"rank": world.rank, "size": world.mesh.size, "barrier": world.barrier}
+    try:
+        convert.export_hf(source, out, **share, note=told.append, progress=beat)
+    except CheckpointError as error:  # another attempt finds the run finished and tries this again
+        raise RunFailed(f"step {step} is saved, and cannot be exported: {error}") from error
     if events is not None:
         for note in told:
             events.event("warning", message=note)
@@ -356,7 +366,9 @@ def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, ste
     return schedule.min_lr + (peak - schedule.min_lr) * left
 
 
-def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | None, about: dict[str, Any]) -> Position:
+def _resume(
+    spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | None, watch: Watch, about: dict[str, Any]
+) -> Position:
     """Load the checkpoint to go on from; the beginning where there is none.
 
     Rank 0 chooses and checks, since on a shared file system ranks may see different folders for a while.
@@ -374,14 +386,14 @@ def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | Non
                 f"step {saved[-1]} was saved, and {run_dir.checkpoints} holds no complete checkpoint any more; "
                 "put one back, or start another run"
             )
-        return [catalog.resolve(Path(spec.resume), report)] if spec.resume != "auto" else []
+        return catalog.candidates(Path(spec.resume), report) if spec.resume != "auto" else []
 
-    def look(path: Path) -> dict[str, Any]:
+    def look(path: Path) -> Marker:
         content = catalog.read(path)
         catalog.check(path, content, about)
         if content["kind"] != "full":
             raise CheckpointError(f"{path} holds weights alone, no optimizer state: name it as init_from")
-        have = {key: tuple(one["shape"]) for key, one in content["tensors"].items()}
+        have = {key: one["shape"] for key, one in content["tensors"].items()}
         catalog.check_tensors(path, have, checkpoint.shapes(spec.model.config.parameters()))
         if content["step"] > spec.training.max_steps:
             raise CheckpointError(
@@ -392,7 +404,8 @@ def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | Non
 
     candidates = world.from_rank_zero(choose() if world.rank == 0 else [])
     for path in candidates:
-        content = world.from_rank_zero(look(path) if world.rank == 0 else {})
+        watch.enter("load", 0)
+        content = world.from_rank_zero(look(path) if world.rank == 0 else cast(Marker, {}))
         try:
             position = checkpoint.load(path, engine.zero, world, content)
         except DamagedError as error:  # on all ranks
@@ -402,6 +415,9 @@ def _resume(spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | Non
             continue
         if events is not None:
             events.event("resumed", step=position.step, path=str(path))
+            for key, theirs, ours in catalog.differences("data", content["data"], about["data"]):
+                changed = f"{key} was {theirs} up to step {position.step} and is {ours} from here on"
+                events.event("warning", message=f"{changed}: a sample's number stands for other text")
         return position
     if spec.init_from is not None:
         told: list[str] = []
@@ -422,6 +438,12 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
     """What a checkpoint says of its run, beside the position and the tensors."""
     about: dict[str, Any] = {"run": run_dir.name, "spec_hash": spec.stable_hash()}
     about |= {"model": spec.model.model_dump(mode="json"), "tokenizer": None}
+    about["data"] = {  # what a position in samples means
+        "sources": [source.model_dump(mode="json") for source in spec.data.sources],
+        "shuffle": spec.data.shuffle,
+        "seed": spec.training.seed,
+        "sequence_length": spec.training.sequence_length,
+    }
     about["tokenizer_path"] = str(spec.data.tokenizer) if spec.data.tokenizer else None
     if dataset is not None:  # the ranks of the first stage
         about["tokenizer"] = dataset.fingerprint

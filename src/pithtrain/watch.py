@@ -438,7 +438,7 @@ def standing() -> tuple[str, bool]:
     frames = _main_frames()
     ours = next((i for i, frame in enumerate(frames) if Path(_file(frame)).is_relative_to(Path(__file__).parent)), None)
     called = frames if ours is None else frames[: ours + 1]
-    waits = any("/torch/distributed/" in _file(frame) for frame in called)
+    waits = any(re.search(r"/torch/distributed/(?!checkpoint/)", _file(frame)) for frame in called)
     if ours is not None:
         waits = waits or WAITS.search(linecache.getline(_file(frames[ours]), frames[ours].f_lineno)) is not None
     where = [f"{_file(frame)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in (called[0], called[-1])]
@@ -455,10 +455,16 @@ def main_stack() -> str:
 
 
 def _main_frames() -> list[FrameType]:
-    """Innermost first."""
-    frame = sys._current_frames().get(  # pyright: ignore[reportPrivateUsage]  # the documented way to another thread's stack
-        threading.main_thread().ident or 0
-    )
+    """Innermost first; those of the thread that writes a checkpoint on top, where the main thread waits for it."""
+    frames = _frames(threading.main_thread())
+    if any(frame.f_code.co_name == "_join" for frame in frames):
+        writers = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+        frames = [frame for writer in writers for frame in _frames(writer)] + frames
+    return frames
+
+
+def _frames(thread: threading.Thread) -> list[FrameType]:
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # the documented way
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)

@@ -312,14 +312,16 @@ class Tee(io.TextIOBase):
         self.log, self.console = log, console
 
     def write(self, text: str, /) -> int:
-        self.log.write(text)
         # a closed pipe or a gone terminal is no reason to end a run, so nothing is kept back in a buffer for it
         with contextlib.suppress(OSError):
             os.write(self.console, text.encode(errors="replace"))
+        with contextlib.suppress(OSError):  # nor is a full disk
+            self.log.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self.log.flush()
+        with contextlib.suppress(OSError):
+            self.log.flush()
 
     def fileno(self) -> int:
         return self.log.fileno()

@@ -7,9 +7,9 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import NoReturn
@@ -51,11 +51,12 @@ def pithtrain(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def resolve(source: str, output_dir: Path) -> Path:
-    """The checkpoint that is meant: by the name of a run, its directory, or a folder."""
+def resolve(source: str, output_dir: Path) -> tuple[Path, catalog.Marker]:
+    """The checkpoint that is meant, by the name of a run, its directory or a folder, and its marker."""
     try:
         path = Path(source) if Path(source).is_dir() else rundir.find(source, output_dir).path
-        return catalog.resolve(path, lambda reason: print(f"skipped: {reason}"))
+        path = catalog.candidates(path, lambda reason: print(f"skipped: {reason}"))[0]
+        return path, catalog.read(path)
     except PithtrainError as error:
         end("FAIL", f"not exported: {error}")
 
@@ -113,17 +114,13 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="the folder that holds the runs")
     given = parser.parse_args()
 
-    source = resolve(given.source, given.output_dir)
-    content = catalog.read(source)
+    source, content = resolve(given.source, given.output_dir)
     print(f"source: {source}, step {content['step']}, run {content['run']}")
     print(f"exported: {pithtrain('export-hf', source, given.out, '--dtype', given.dtype).strip()}", flush=True)
-    back = given.out.with_name(given.out.name + ".check")
-    try:
-        shutil.rmtree(back, ignore_errors=True)  # of a check that was killed
+    with tempfile.TemporaryDirectory(dir=given.out.absolute().parent, prefix="check-") as folder:
+        back = Path(folder) / "back"
         pithtrain("import-hf", given.out, back, "--architecture", content["model"]["architecture"])
         count = compare(source, back, getattr(torch, given.dtype))
-    finally:
-        shutil.rmtree(back, ignore_errors=True)
     print(f"read back: {count} parameters, bit for bit", flush=True)
     end(
         "PASS",
