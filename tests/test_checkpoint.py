@@ -354,7 +354,7 @@ def test_case_163_a_failing_disk_is_an_error_on_every_rank_and_the_next_save_suc
     """Case 163: an error behind the steps is not lost. Older checkpoints stand, nothing is left behind."""
     older = mark(catalog.folder(tmp_path, 1), 1)
     zero, one = pool.run(2, failing_job, make_spec(1, 1, 2).model_dump(mode="json"), tmp_path, asynchronous)
-    assert zero == one
+    assert [re.sub(r"[\d.]+ GiB", "", text) for text in zero] == [re.sub(r"[\d.]+ GiB", "", text) for text in one]
     assert [bool(text) for text in zero] == [True, True, True, False]
     assert re.search(
         r"step-00000002 cannot be written \(rank 1: .*No space left.*older checkpoints are intact", zero[0]

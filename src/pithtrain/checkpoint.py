@@ -30,6 +30,7 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -199,6 +200,8 @@ class Saver:
                 if error := int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)):
                     size = f"{host.nbytes / 2**30:.1f} GiB of host memory for checkpoints"
                     print(f"warning: {size} cannot be page-locked (CUDA error {error}): copies are slower", flush=True)
+                else:  # freed while it is registered, the next one to get these pages would fail
+                    weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
 
     def _write(self, saved: Saved, shards: dict[str, Tensor], content: dict[str, Any]) -> None:
         """The last part; its messages go through `save_group`, which nothing else uses while it runs."""
