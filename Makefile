@@ -7,7 +7,7 @@ SETS := $(foreach pair,$(SET),--set '$(pair)')  # values without blanks; else ca
 GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 
 .PHONY: help setup demo demo-slurm test test-fast lint format validate plan train submit sweep status logs save stacks \
-	inspect cancel resume export-hf import-hf doctor cluster-up cluster-down cluster-status bench
+	inspect cancel resume export-hf import-hf doctor cluster-up cluster-down cluster-status bench bench-checkpoint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,3 +85,6 @@ demo-slurm: setup ## the local cluster: submit, preemption, requeue, resume, in 
 
 bench: setup ## throughput on this machine
 	$(BIN)/python benchmarks/throughput.py
+
+bench-checkpoint: setup ## CONFIG=configs/tiny.yaml speed of saves and loads against the disk's own
+	$(BIN)/python benchmarks/checkpoint.py --config $(CONFIG)

@@ -145,6 +145,10 @@ def test_every_profile_with_every_config(
 ) -> None:
     """By its name, from the repository; its facts arrive, also in the sbatch script; the result loads as itself."""
     monkeypatch.chdir(ROOT)
+    if profile.stem == "local" and config.stem.endswith("1gpu"):  # 2 GB a node hold no 52 GB of checkpoint
+        with pytest.raises(SpecError, match=r"slurm\.mem"):
+            load(config, [f"slurm.profile={profile.stem}"])
+        return
     load(config, [f"slurm.profile={profile.stem}"])
     (tmp_path / "run.yaml").write_text(bare(config))
     spec = load(tmp_path / "run.yaml", [f"slurm.profile={profile.stem}", *FITS])

@@ -10,7 +10,6 @@ is read as a number, whatever its width. What is skipped is said, and never dele
 (`.partial`, `.removed`) when the run's next save begins, and a damaged one when its step is saved again.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -222,7 +221,7 @@ def begin(final: Path) -> Path:
     try:
         place.mkdir(parents=True)
     except FileExistsError:
-        raise FileExistsError(errno.EEXIST, "of a try that was killed, or yours: remove it", str(place)) from None
+        raise FileExistsError(f"{place} is there, of a try that was killed, or yours: remove it") from None
     return place
 
 
