@@ -20,6 +20,8 @@ from pithtrain.train import read_batches, train_step
 from pithtrain.watch import Watch
 from pithtrain.world import Place, connect
 
+pytestmark = pytest.mark.slow
+
 Whole = dict[str, np.ndarray]
 Mesh = tuple[int, int, int]  # pp, dp, ep
 FLOAT64 = {"compute_dtype": "float64"}

@@ -20,6 +20,8 @@ from pithtrain.world import Place, connect
 from test_data import make
 from test_train import numbers, train, train_spec
 
+pytestmark = pytest.mark.slow
+
 Mesh = tuple[int, int, int]  # pp, dp, ep
 Whole = dict[str, np.ndarray]
 LATER = 2  # steps after the save

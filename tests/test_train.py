@@ -199,7 +199,10 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rundir.read_lines(RunDir(folder).events) if row["event"] == kind]
 
 
-@pytest.mark.parametrize(("first", "async_save"), [(8, False), (8, True), (4, True)])
+@pytest.mark.parametrize(
+    ("first", "async_save"),
+    [(8, False), pytest.param(8, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)],
+)
 def test_a_full_disk_is_waited_for_and_costs_no_step(
     pool: Pool, corpus: Path, tmp_path: Path, first: int, async_save: bool
 ) -> None:
