@@ -136,6 +136,7 @@ def write_with_wandb(
     return done.stdout
 
 
+@pytest.mark.slow
 def test_case_149_offline_wandb_is_one_run_over_all_attempts(tmp_path: Path) -> None:
     """The first is preempted. One id, `train/step` as the declared axis, every logged value in the file."""
     run, _ = make_run(tmp_path, FINISHES)

@@ -266,6 +266,7 @@ def test_one_of_two_resumes_at_the_same_moment_wins(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_resume_force_goes_past_a_host_that_is_gone(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES)
     rundir.record_job(run, 1, job_id="5", launcher="local", host="gone", time=0.0)
@@ -277,6 +278,7 @@ def test_resume_force_goes_past_a_host_that_is_gone(tmp_path: Path) -> None:
     jobs.wait(run)
 
 
+@pytest.mark.slow
 def test_a_sweep_submits_a_run_for_each_point_into_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = (
         f'[ "$1" = --test-only ] && exit 0; echo x >> {tmp_path}/n; echo "Submitted batch job $(wc -l < {tmp_path}/n)"'

@@ -75,6 +75,7 @@ def test_float64_and_fp32_are_the_same_model(one_process: dict[tuple[str, str], 
     np.testing.assert_allclose(single.losses, double.losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_some_expert_gets_no_token_and_stays_in_step(pool: Pool) -> None:
     """16 experts, 2 sequences of 4 tokens a micro-batch: many experts are empty in a micro-batch, some in a whole step.
 
@@ -95,6 +96,7 @@ def test_some_expert_gets_no_token_and_stays_in_step(pool: Pool) -> None:
             assert not grad[expert].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [2, 4])
 def test_plain_dispatch_is_bitwise_equal_to_dedup(pool: Pool, top_k: int) -> None:
     runs = [

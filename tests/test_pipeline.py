@@ -220,6 +220,7 @@ def test_case_071_expert_gradients_are_not_scaled_by_ep(pool: Pool) -> None:
         assert distance(got.first_grads[name], want.first_grads[name]) < 1e-9, name
 
 
+@pytest.mark.slow
 def test_case_104_one_norm_on_every_rank_equal_to_one_process(pool: Pool) -> None:
     """`gather_ran` has compared the ranks; here one expert's large gradient reaches every rank's clip."""
     spec = make_spec(1, 1, 2, training={**FLOAT64, "max_grad_norm": 1e-2})

@@ -115,6 +115,7 @@ def test_a_run_directory_that_exists_is_refused(tmp_path: Path) -> None:
     assert str(run.path) in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_outlasts_the_wait_goes_on(tmp_path: Path) -> None:
     """Then it is watched, stopped and diagnosed; nothing of it is lost."""
     env = with_engine(tmp_path, WAITS_FOR_STOP)

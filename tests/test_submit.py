@@ -294,6 +294,7 @@ def test_case_025_a_local_run_finishes(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(run.slurm.glob("*.pkl.save_tmp"))
 
 
+@pytest.mark.slow
 def test_case_022_a_local_failure_is_a_failure_with_its_cause(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, FAILS_ON_ONE)
     submit.submit(run, spec, "local")
@@ -320,6 +321,7 @@ def test_a_local_rank_that_is_killed_is_named_though_only_its_peers_could_write(
     assert "rank 1 was killed" in str(jobs.failure(run, 1))
 
 
+@pytest.mark.slow
 def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, WAITS_FOR_STOP)
     submit.submit(run, spec, "local")

@@ -177,6 +177,7 @@ def test_a_signal_that_comes_too_late_is_told_once(
         assert all("slurm.signal_delay_s = 1 is shorter than 1.5 x a save" in text for text in warned)
 
 
+@pytest.mark.slow
 def test_killed_between_checkpoints_repeats_and_loses_no_step(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """Case 150: the lines beyond the checkpoint are cut and written again."""
     spec = train_spec(corpus, checkpoint={"interval": 4})
@@ -199,6 +200,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rundir.read_lines(RunDir(folder).events) if row["event"] == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "async_save"),
     [(8, False), pytest.param(8, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)],
@@ -222,6 +224,7 @@ def test_a_full_disk_is_waited_for_and_costs_no_step(
     assert [row["step"] for row in events(path, "saved")] == sorted({4, 8, STEPS} - {first} | {heard})
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_with_the_older_checkpoint(
     pool: Pool, corpus: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +313,7 @@ def test_a_save_asked_for_during_an_asynchronous_one_is_that_one(
     assert not run_dir.save.exists()
 
 
+@pytest.mark.slow
 def test_case_112_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     pool: Pool, corpus: Path, tmp_path: Path
 ) -> None:
@@ -396,6 +400,7 @@ def test_case_114_an_end_waits_for_the_save_behind_it(
     assert all(row["write_s"] >= 0.3 for row in saved)
 
 
+@pytest.mark.slow
 def test_the_last_step_is_exported_once_and_another_run_begins_with_it(
     pool: Pool, corpus: Path, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     assert "rank 1 never started" in str(error(run, 0)["message"])
 
 
+@pytest.mark.slow
 def test_a_slow_start_of_another_host_is_waited_for_and_then_named(tmp_path: Path) -> None:
     """Under torchrun and Slurm only the limit of `init` ends the wait."""
     run, _ = make_run(tmp_path, WAITS_FOR_STOP, ranks=4, overrides=["distributed.init_timeout_s=3"])
@@ -383,6 +384,7 @@ def kinds(run: RunDir) -> list[str]:
     return [row["event"] for row in rundir.read_lines(run.events)]
 
 
+@pytest.mark.slow
 @DEVICES
 def test_case_158_a_signal_to_rank_1_stops_all_at_one_step(tmp_path: Path, device: str) -> None:
     """Rank 0 gets one a step later. On the way: a requested save, a preflight, a clean end."""
