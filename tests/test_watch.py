@@ -598,7 +598,9 @@ def test_the_thread_that_writes_a_checkpoint_is_looked_at_where_the_main_thread_
 
     def looks() -> None:
         ready.set()
-        time.sleep(0.1)
+        deadline = time.monotonic() + 30
+        while "in _join" not in watch.main_stack() and time.monotonic() < deadline:
+            time.sleep(0.01)
         seen.append(watch.standing())
         stacks.append(watch.main_stack())
 
