@@ -258,11 +258,15 @@ def retire(saved: Path, keep_last: int | None, keep_interval: int | None) -> Non
     """
     if keep_last is None:
         return
-    step = read(saved)["step"]
-    older = [path for path in complete(saved.parent, lambda reason: None) if read(path)["step"] < step]
+    # the name of a complete one is its step: no marker is read again for it
+    older = [path for path in complete(saved.parent, lambda reason: None) if _step(path) < _step(saved)]
     for path in older[keep_last - 1 :]:
-        if keep_interval is None or read(path)["step"] % keep_interval:
+        if keep_interval is None or _step(path) % keep_interval:
             shutil.rmtree(path.rename(path.with_name(path.name.removesuffix(".old") + ".removed")))
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removesuffix(".old").removeprefix("step-"))
 
 
 def sync(path: Path) -> None:

@@ -22,14 +22,7 @@ import typer
 
 from pithtrain import catalog, jobs, rundir, show, slurm, worker
 from pithtrain import submit as starting
-from pithtrain.errors import (
-    PithtrainError,
-    RunDirError,
-    RunFailed,
-    SlurmError,
-    SpecError,
-    StoppedEarly,
-)
+from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.plan import plan as make_plan
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
