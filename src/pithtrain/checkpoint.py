@@ -286,9 +286,9 @@ def shapes(table: Iterable[Parameter]) -> dict[str, tuple[int, ...]]:
     return {f"{kind}/{info.name}": info.stored_shape for info in table for kind in KINDS}
 
 
-def _shards(zero: Zero) -> Iterable[tuple[str, Sharded, Tensor]]:
+def _shards(zero: Zero, kinds: Sequence[str] = KINDS) -> Iterable[tuple[str, Sharded, Tensor]]:
     for name, one in zero.sharded.items():
-        for kind in KINDS:
+        for kind in kinds:
             yield f"{kind}/{name}", one, getattr(one, kind)
 
 
@@ -315,9 +315,9 @@ def norm_of(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]))
 
 
-def summarise(zero: Zero) -> dict[str, tuple[list[int], str, int, float]]:
+def summarise(zero: Zero, kinds: Sequence[str] = KINDS) -> dict[str, tuple[list[int], str, int, float]]:
     """{key: whole shape, dtype, this rank's part of the fingerprint, and of the sum of squares}; two device reads."""
-    shards = list(_shards(zero))
+    shards = list(_shards(zero, kinds))
     if not shards:
         return {}
     sums = torch.stack([fingerprint(shard, one.first_row) for _, one, shard in shards]).tolist()
@@ -382,14 +382,14 @@ def load_weights(path: Path, zero: Zero, world: World, content: Marker) -> None:
 
 
 def _load(path: Path, zero: Zero, world: World, content: Marker, kinds: Sequence[str]) -> None:
-    shards = {key: shard for key, _, shard in _shards(zero) if key.split("/")[0] in kinds}
+    shards = {key: shard for key, _, shard in _shards(zero, kinds)}
     try:
         dcp_loader.load(_state(zero, world, shards), storage_reader=_Reader(path), process_group=world.control_group)
     except CheckpointException as error:
         disk = any(isinstance(failure[0], OSError) for failure in error.failures.values())
         message = f"{path} cannot be read ({_causes(error)})"
         raise (RunFailed if disk else DamagedError)(message) from error
-    found = add_up({key: summary for key, summary in summarise(zero).items() if key in shards}, world)
+    found = add_up(summarise(zero, kinds), world)
     saved = content["tensors"]
     # weights of another dtype have been rounded, and have no sum to compare with
     wrong = [
