@@ -25,6 +25,8 @@ data/stdlib/tokenizer.json: | .venv/ready
 demo: setup ## tokenise, submit configs/tiny.yaml, wait, show the loss falling (a few minutes on two cores)
 	$(BIN)/pithtrain demo
 
+test test-fast: export OMP_NUM_THREADS = 1  # ranks of one test share the cores; thread pools would fight for them
+
 test: setup ## the whole CPU test suite
 	$(BIN)/python -m pytest
 

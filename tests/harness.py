@@ -5,24 +5,28 @@ not for importing torch eight times. Jobs are module-level functions `job(place,
 """
 
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 
 from pithtrain.build import Engine, build, device_type
+from pithtrain.models.contract import ModelConfig, load_config
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict
-from pithtrain.tape import new_stats
+from pithtrain.tape import Stats, new_stats
 from pithtrain.train import loss_scale, train_step
-from pithtrain.world import Place, connect
+from pithtrain.world import Place, World, connect
 
 MODEL = {
     "architecture": "qwen3_moe",
@@ -45,13 +49,33 @@ MODEL = {
 }
 
 
+def tiny(architecture: str) -> ModelConfig:
+    """The TINY config of a folder of models/, or of one outside the package."""
+    return sys.modules[load_config(architecture).__module__].TINY
+
+
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """A config as plain data."""
+    return cast(BaseModel, config).model_dump(mode="json")
+
+
 def make_spec(
-    pp: int = 1, dp: int = 1, ep: int = 1, *, model: dict[str, Any] | None = None, **sections: Any
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    *,
+    architecture: str | None = None,
+    model: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> RunSpec:
-    """A tiny run on this mesh. `sections` update the sections of the same name."""
+    """A tiny run on this mesh: of MODEL, or of a family's TINY with weights that are large enough to matter. `sections`
+    update the sections of the same name."""
+    base = MODEL
+    if architecture is not None:
+        base = {**fields_of(tiny(architecture)), "architecture": architecture, "initializer_range": 0.1}
     fields: dict[str, Any] = {
         "name": "tiny",
-        "model": {**MODEL, **(model or {})},
+        "model": {**base, **(model or {})},
         "parallelism": {"pipeline_parallel_size": pp, "expert_parallel_size": ep},
         "training": {
             "max_steps": 5,
@@ -95,14 +119,23 @@ def batches_of(spec: RunSpec, engine: Engine, step: int) -> list[MicroBatch]:
     return found
 
 
+ALONE = Place(0, 1, 0, "", 1)
+
+
+def single(spec: RunSpec, device: str = "cpu") -> AbstractContextManager[World]:
+    """The world of a run of one rank, in this process."""
+    return connect(ALONE, spec.mesh, device, spec.distributed)
+
+
 Shards = dict[str, tuple[int, tuple[int, ...], np.ndarray]]  # name -> (first row, whole shape, rows)
 
 
 def shards(engine: Engine, pick: Callable[[Any], torch.Tensor]) -> Shards:
-    """This rank's rows of one tensor per parameter."""
+    """This rank's rows of one tensor per parameter; a selection bias has neither gradient nor moments."""
     return {
         name: (one.first_row, one.info.stored_shape, pick(one).detach().cpu().clone().numpy())
         for name, one in engine.zero.sharded.items()
+        if pick(one).shape[0] == one.master.shape[0]
     }
 
 
@@ -152,14 +185,20 @@ def steps_job(place: Place, spec_yaml: dict[str, Any], num_steps: int) -> dict[s
     return out
 
 
-def first_gradients(spec: RunSpec, engine: Engine, batches: list[MicroBatch]) -> Shards:
-    """The summed gradients of one step without its update."""
+def play(engine: Engine, spec: RunSpec, batches: list[MicroBatch]) -> Stats:
+    """One step's forwards and backwards, no update; the gradients stay in the engine, summed."""
     config = spec.model.config
     dtype = accumulate_dtype(engine.dtype)
     stats = new_stats(config.num_hidden_layers, config.num_experts, engine.world.device, dtype)
     engine.zero.begin_step(spec.num_micro_batches)
     engine.pipeline.step(batches, loss_scale(batches, engine), stats)
     engine.zero.grad_norm()
+    return stats
+
+
+def first_gradients(spec: RunSpec, engine: Engine, batches: list[MicroBatch]) -> Shards:
+    """The summed gradients of one step without its update."""
+    play(engine, spec, batches)
     return shards(engine, lambda p: p.grad)
 
 

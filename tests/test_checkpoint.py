@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Pool, Shards, assemble, batches_of, make_spec, shards
+from harness import Pool, Shards, assemble, batches_of, make_spec, shards, single
 from pithtrain import catalog, checkpoint
 from pithtrain.build import build
 from pithtrain.catalog import MARKER
@@ -205,7 +205,7 @@ def test_a_shard_that_the_disk_does_not_give_is_worth_another_try(
     next(copy.glob("*.distcp")).unlink()  # after it was read: another process tidies up
     spec = make_spec(model={"num_hidden_layers": 5})
     with (
-        connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world,
+        single(spec) as world,
         pytest.raises(RunFailed, match=r"cannot be read .*distcp"),
     ):
         checkpoint.load(copy, build(spec, world).zero, world, content)
@@ -556,7 +556,7 @@ def test_one_flipped_bit_is_damage(
         reader.tensor(f"{where}/model.norm.weight")
     spec = make_spec(model={"num_hidden_layers": 5})
     with (
-        connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world,
+        single(spec) as world,
         pytest.raises(DamagedError, match=rf"other numbers back than were saved: {where}/model.norm.weight$"),
     ):
         checkpoint.load(copy, build(spec, world).zero, world, catalog.read(copy))
@@ -580,7 +580,7 @@ def test_another_dtype_is_refused_with_both_and_its_weights_are_taken(
 ) -> None:
     spec = make_spec(model={"num_hidden_layers": 5}, training={"compute_dtype": "float64"})
     path, want = saved
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
+    with single(spec) as world:
         zero = build(spec, world).zero
         with pytest.raises(CheckpointError, match=r"holds float32, this run's training.compute_dtype keeps float64"):
             checkpoint.load(path, zero, world, catalog.read(path))

@@ -174,3 +174,18 @@ def test_no_tokens() -> None:
     weight = make_weight("head", random(1, 7, 6))
     loss, dh = run(random(0, 0, 6), weight, torch.zeros(0, dtype=torch.int64), 1.0)
     assert loss == 0 and dh.shape == (0, 6) and not weight.main_grad.any()
+
+
+@pytest.mark.parametrize("chunk", [7, 2048])
+def test_case_164_large_bf16_logits_do_not_move_the_loss_in_steps(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a few hundred, where bf16 has steps of 1 and 2: the loss of every token is that of float64."""
+    monkeypatch.setattr(cross_entropy, "CHUNK", chunk)
+    h, data = 40 * random(0, 32, 64, dtype=torch.bfloat16), random(1, 500, 64, dtype=torch.bfloat16)
+    logits = h.double() @ data.double().t()
+    labels = logits.topk(3).indices[:, 2]  # near the top, where a step of a logit is one of the loss
+    want, fault = (F.cross_entropy(x.double(), labels, reduction="none") for x in (logits, logits.bfloat16()))
+    assert (fault - want).abs().max() > 0.25
+    for t in range(len(labels)):
+        loss, _ = run(h[t : t + 1], make_weight("head", data), labels[t : t + 1], 1.0)
+        assert abs(loss.item() - want[t].item()) < 1e-3
+    check(h, data, labels)

@@ -2,18 +2,20 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fake_run import FINISHES, make_run
 from pithtrain import rundir
-from pithtrain.events import Events, Metrics, console_line
+from pithtrain.events import Events, Metrics, console_line, layer_load
 
 KEYS = [
     "step",
@@ -32,6 +34,9 @@ KEYS = [
     "data_wait_s",
     "checkpoint_stall_s",
     "expert_load_max_over_mean",
+    "expert_load_entropy",
+    "dead_experts",
+    "force_load_balance",
     "attempt",
 ]
 
@@ -46,7 +51,7 @@ def test_the_keys_of_a_line_are_those_of_the_contract_in_order() -> None:
     row = metrics(1, val_loss={"books": 2.0}).flat()
     assert list(row) == [*KEYS, "val_loss/books"]
     assert row["mfu"] is None
-    assert [field.name for field in dataclasses.fields(Metrics)] == [*KEYS, "val_loss"]
+    assert [field.name for field in dataclasses.fields(Metrics)] == [*KEYS, "expert_load", "val_loss"]
 
 
 def test_a_number_that_is_not_finite_is_null_since_json_has_none() -> None:
@@ -61,6 +66,23 @@ def test_the_console_line_shows_what_is_known() -> None:
     )
     assert console_line(line, 300) == expected
     assert console_line(metrics(1), 300) == "step 1/300 | loss 1.5000 | lr 1.00e-01 | grad 0.500"
+    assert console_line(metrics(1, force_load_balance=True), 300).endswith(" | grad 0.500 | forced routing")
+
+
+def test_the_load_of_a_layer() -> None:
+    def figures(*counts: int) -> tuple[float, float, int]:
+        load = layer_load(3, counts)
+        assert load["layer"] == 3 and load["counts"] == counts
+        return load["max_over_mean"], load["entropy"], load["dead"]
+
+    assert figures(5, 5, 5, 5) == (1.0, 1.0, 0)
+    assert figures(0, 8, 0, 0) == (4.0, 0.0, 3)
+    assert figures(4, 4, 0, 0) == (2.0, 0.5, 2)
+    assert figures(0, 0, 0) == (0.0, 0.0, 3)
+    assert figures(7) == (1.0, 1.0, 0)
+    uneven = -(0.7 * math.log(0.1) + 0.3 * math.log(0.3)) / math.log(8)
+    assert figures(*[1] * 7, 3)[1] == pytest.approx(uneven)
+    assert all(0 <= figures(*[n] * e)[1] <= 1 for n in range(1, 50) for e in range(2, 50))
 
 
 def test_case_150_no_step_is_there_twice_after_two_resumes(tmp_path: Path) -> None:
@@ -198,6 +220,24 @@ def read_wandb(path: Path) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_wandb_gets_figures_of_layers_and_no_histograms(tmp_path: Path) -> None:
+    """The load of each expert is 6,000 numbers a line for a large model: metrics.jsonl has them."""
+    run, spec = make_run(tmp_path, FINISHES)
+    opened = Events(run, spec, 1)
+    seen: list[dict[str, Any]] = []
+    opened._wandb._run = SimpleNamespace(log=seen.append, finish=lambda exit_code: None)
+    load = {"layer": 1, "max_over_mean": 1.5, "entropy": 0.9, "dead": 2, "counts": [3, 1, 0, 0]}
+    opened.metrics(metrics(1, dead_experts=2, expert_load_entropy=0.9, expert_load=[load]))
+    opened.metrics(metrics(2, force_load_balance=True))
+    opened.close(exit_code=0)
+    of_layers = {key: value for key, value in seen[0].items() if not key.startswith("train/")}
+    assert of_layers == {f"expert_load/{key}_layer_001": load[key] for key in ("max_over_mean", "entropy", "dead")}
+    assert seen[0]["train/dead_experts"] == 2 and seen[0]["train/expert_load_entropy"] == 0.9
+    assert seen[1]["train/force_load_balance"] is True and "train/force_load_balance" not in seen[0]
+    first, second = rundir.read_lines(run.metrics)
+    assert first["expert_load"] == [load] and "expert_load" not in second
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """On a GPU: the engine against itself on the CPU, bf16 against fp32, two GPUs against one. Skipped without CUDA."""
 
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, steps_job
 from pithtrain import catalog, checkpoint
 from pithtrain.build import build
+from pithtrain.models.contract import architectures
+from pithtrain.ops.attention import attention
 from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
 from pithtrain.ops.permute import order_slots, ordered_sum
@@ -37,9 +40,15 @@ def alone(changes: dict[str, Any], steps: int = 3) -> Ran:
 
 
 @needs_gpu
-def test_fp32_on_the_gpu_equals_the_cpu() -> None:
+@pytest.mark.parametrize("family", architectures())
+def test_fp32_on_the_gpu_equals_the_cpu(family: str) -> None:
     """The same engine; only the order inside matmuls and reductions differs."""
-    want, got = alone(on("cpu", "float32")), alone(on("cuda", "float32"))
+
+    def there(device: str) -> dict[str, Any]:
+        training = {"sequence_length": 128, "global_batch_size": 8, "device": device, "compute_dtype": "float32"}
+        return {"architecture": family, "model": {"max_position_embeddings": 256}, "training": training}
+
+    want, got = alone(there("cpu")), alone(there("cuda"))
     np.testing.assert_array_equal(got.counts[0], want.counts[0])
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-4)
     for name, grad in want.first_grads.items():
@@ -138,11 +147,13 @@ def quiet_job(place: Place, fields: dict[str, Any]) -> float:
         batches = batches_of(spec, engine, 0)
         train_step(engine, spec, batches, 1e-3)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            result = train_step(engine, spec, batches, 1e-3)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the check calls itself a prototype
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                result = train_step(engine, spec, batches, 1e-3)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         return result.norm.item()
 
 
@@ -221,3 +232,114 @@ def test_a_checkpoint_of_a_gpu_is_the_state_of_its_step(tmp_path: Path, asynchro
         assert checkpoint.load(newest, engine.zero, world, catalog.read(newest)) == checkpoint.Position(2, 16)
         for name, one in engine.zero.sharded.items():
             np.testing.assert_array_equal(one.exp_avg.cpu().numpy(), want[1][f"exp_avg/{name}"])
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+GPT_OSS, MLA, QWEN3 = (
+    (64, 8, 64, 64),
+    (16, 16, 192, 128),
+    (32, 4, 128, 128),
+)  # heads of q and of k, widths of k and of v
+PATHS = [  # heads, window, sinks, deterministic, whose kernels
+    (QWEN3, None, False, False, "cudnn"),
+    (QWEN3, None, False, True, "flash"),
+    (MLA, None, False, False, "cudnn"),
+    (MLA, None, False, True, "flash"),
+    (GPT_OSS, None, True, False, "cudnn"),
+    (GPT_OSS, None, True, True, "flash"),
+    (GPT_OSS, 128, True, False, "flash"),
+    (GPT_OSS, 128, False, False, "flash"),
+    (GPT_OSS, 128, True, True, "flash"),
+    ((4, 2, 20, 12), 7, True, False, "flash"),  # widths that no kernel takes unpadded
+]
+
+
+def far(found: torch.Tensor, want: torch.Tensor) -> float:
+    """1 - cos of the angle between the two."""
+    return 1 - torch.nn.functional.cosine_similarity(found.double().flatten(), want.flatten(), dim=0).item()
+
+
+@needs_gpu
+@pytest.mark.parametrize(("heads", "window", "sinks", "deterministic", "whose"), PATHS)
+def test_attention_kernels_against_float64(
+    heads: tuple[int, int, int, int], window: int | None, sinks: bool, deterministic: bool, whose: str
+) -> None:
+    """bf16 over 760 positions: output and gradients near those of the plain pair in float64, by the kernels that the
+    table of ops/attention.py promises; with gradients that arrive in either memory layout; bitwise the same twice where
+    torch is asked to be deterministic."""
+    hq, hk, dk, dv = heads
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, 760, hq, dk), (2, 760, hk, dk), (2, 760, hk, dv), (2, 760, hq, dv)]
+    *given, dout = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    if sinks:
+        given.append(2 * torch.randn(hq, generator=generator, device="cuda"))
+
+    def run(dout: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+        own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in given]
+        out = attention(own[0], own[1], own[2], dk**-0.5, window, *own[3:])
+        return (out.detach(), *torch.autograd.grad(out, own, dout.to(out.dtype)))
+
+    wants = run(dout, torch.float64)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            found = run(dout)
+            torch.cuda.synchronize()
+        # the same values, heads before positions in memory: no plan of the first call may be taken for them
+        other = run(dout.transpose(1, 2).contiguous().transpose(1, 2)) if sinks else found
+        again = run(dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    kernels = {event.key for event in profile.key_averages()}
+    print(sorted(kernel[:60] for kernel in kernels if "cudnn" in kernel or "flash" in kernel))
+    marks = {"cudnn": "cudnn", "flash": "flash_fwd"}
+    assert [name for name, mark in marks.items() if any(mark in kernel for kernel in kernels)] == [whose], kernels
+    for results in (found, other):
+        figures = [far(x, want) for x, want in zip(results, wants, strict=True)]
+        print(figures)
+        assert figures[0] < 1e-5 and max(figures[1:]) < 1e-4, figures
+    assert [x.dtype for x in found] == [torch.bfloat16] * 4 + [torch.float32] * sinks
+    if deterministic:
+        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize(("window", "sinks"), [(None, True), (4, False), (4, True)])
+def test_attention_in_fp32_is_the_plain_pair_on_both(window: int | None, sinks: bool) -> None:
+    given = [torch.randn(shape) for shape in [(2, 50, 4, 16), (2, 50, 2, 16), (2, 50, 2, 16), (4,)][: 3 + sinks]]
+    found = []
+    for device in ("cpu", "cuda"):
+        own = [x.to(device).requires_grad_() for x in given]
+        out = attention(own[0], own[1], own[2], 0.3, window, *own[3:])
+        found.append([x.cpu() for x in (out.detach(), *torch.autograd.grad(out.sum(), own))])
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("window", [128, None])
+def test_case_136_a_query_sees_exactly_its_window_on_the_gpu(window: int | None) -> None:
+    """Value j reaches the queries j .. j + window - 1 and no other."""
+    q, k, v = (torch.randn(1, 300, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    q.zero_()  # all keys weigh the same
+    before = attention(q, k, v, 1.0, window, torch.zeros(2, device="cuda"))
+    v[:, 40] += 1000
+    moved = (attention(q, k, v, 1.0, window, torch.zeros(2, device="cuda")) != before).all(-1).all(-1)[0]
+    assert moved.nonzero().flatten().tolist() == list(range(40, 40 + window if window else 300))
+
+
+@needs_gpu
+@pytest.mark.parametrize(("window", "deterministic"), [(None, False), (None, True), (20, False)])
+def test_case_142_query_head_h_reads_key_head_h_over_group_on_the_gpu(window: int | None, deterministic: bool) -> None:
+    """Key head g holds the value g alone; with sinks that take no weight the output is g, to rounding."""
+    q, k = torch.randn(1, 64, 8, 64, device="cuda").bfloat16(), torch.randn(1, 64, 2, 64, device="cuda").bfloat16()
+    v = torch.arange(1, 3, device="cuda").view(1, 1, 2, 1).expand(1, 64, 2, 64).bfloat16().contiguous()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for sinks in (None, torch.full((8,), -50.0, device="cuda")):
+            out = attention(q, k, v, 0.1, window, sinks).float()
+            want = torch.tensor([1.0] * 4 + [2.0] * 4, device="cuda").view(1, 1, 8, 1)
+            assert (out - want).abs().max() < 2e-2
+    finally:
+        torch.use_deterministic_algorithms(False)

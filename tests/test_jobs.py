@@ -14,6 +14,7 @@ from fake_slurm import queue_row
 from pithtrain import jobs, rundir, slurm, submit
 from pithtrain.errors import RunDirError, SlurmError
 from pithtrain.rundir import RunDir
+from pithtrain.spec import MoeSection, load
 from test_cli import pithtrain
 
 
@@ -232,6 +233,17 @@ def test_save_and_stacks_ask_a_running_run_alone(tmp_path: Path, monkeypatch: py
     jobs.ask_to_save(run)
     assert "scancel --signal=USR1 7" in fake_slurm.called(tmp_path)
     assert (rundir.read_json(run.save) or {})["attempt"] == 1
+
+
+def test_nothing_is_promised_of_a_run_with_forced_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = on_slurm(tmp_path)
+    fake_slurm.install(tmp_path, monkeypatch, squeue=f"cat {tmp_path}/row")
+    (tmp_path / "row").write_text(queue_row("7", "RUNNING") + "\n")
+    moe = MoeSection(force_load_balance=True)
+    run.spec_yaml.write_text(load(run.spec_yaml).model_copy(update={"moe": moe}).to_yaml())
+    with pytest.raises(RunDirError, match="saves nothing: moe"):
+        jobs.ask_to_save(run)
+    assert "it saves nothing" in jobs.cancel(run)
 
 
 def test_resume_changes_a_job_that_waits_and_lets_it_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

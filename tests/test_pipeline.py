@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import pithtrain.world
-from harness import Pool, Ran, assemble, batches_of, distance, first_gradients, make_spec, run_mesh
+from harness import Pool, Ran, assemble, batches_of, distance, first_gradients, make_spec, run_mesh, single
 from pithtrain.build import build
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.pipeline import MicroBatch
@@ -100,7 +100,7 @@ def uneven_reference(spec: RunSpec) -> float:
     """The norm from one run per sequence, put together by hand: sum over valid tokens, divided once."""
     total: dict[str, np.ndarray] = {}
     valid = 0
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
+    with single(spec) as world:
         engine = build(spec, world)
         batches = uneven(batches_of(spec, engine, 0), spec, 0, 1)
         for batch in batches:

@@ -36,6 +36,9 @@ ROOT = Path(__file__).parent.parent
 SUBMIT = "submit-and-monitor/scripts/submit_and_monitor.py"
 DIAGNOSE = "diagnose-failed-run/scripts/diagnose.py"
 CONVERT = "convert-checkpoint/scripts/convert_checkpoint.py"
+ADD_MODEL = "add-model/scripts/check_model.py"
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+ONE_LESS = '**{key: why for key, why in NO_EFFECT.items() if key != "use_cache"},'
 
 
 def with_engine(folder: Path, train: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -310,3 +313,65 @@ def test_an_export_that_is_not_the_checkpoint_fails(tmp_path: Path) -> None:
         env = {**os.environ, "PYTHONPATH": str(folder)}
         assert skill(CONVERT, checkpoint, folder / "hf", env=env)[-1].startswith(said or "FAIL  `pithtrain import-hf`")
         assert not (folder / "hf.check").exists()
+
+
+# ---- add-model -------------------------------------------------------------------------------------------------------
+
+
+def model_folder(tmp_path: Path, change: Mapping[str, str]) -> Path:
+    """The Qwen3-MoE folder outside the package, under another name; `change`s of its two files."""
+    folder = tmp_path / "copied"
+    shutil.copytree(ROOT / "src/pithtrain/models/qwen3_moe", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in folder.glob("*.py"):
+        text = file.read_text().replace("pithtrain.models.qwen3_moe.", "copied.")
+        for old, new in change.items():
+            text = text.replace(old, new)
+        file.write_text(text)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_model_outside_the_package_equals_transformers(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", "vocab_size": 96, "sliding_window": 4096, "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = model_folder(tmp_path, {})
+    lines = skill(ADD_MODEL, folder, env=ONE_THREAD)
+    assert re.match(
+        r"PASS  \S+/copied equals transformers [\d.]+ in 7 configs, all within \d\.\de-0[67] in fp32", lines[-1]
+    )
+    assert "field   ignored: use_cache: training keeps no key/value cache" in lines
+    expert = "model.layers.N.mlp.experts"
+    assert f"tensor  {expert}.N.up_proj.weight [16, 32] x 24 -> {expert}.gate_up_proj  (tiny)" in lines
+    assert sum(line.startswith("numbers ") for line in lines) == 7
+    # a published config.json that lacks what the forward reads
+    lines = skill(ADD_MODEL, folder, "--config", tmp_path / "config.json", env=ONE_THREAD)
+    assert lines[-1].startswith("FAIL  ") and "model.hidden_size" in lines[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ({"rotate_halves(": "rotate_pairs(", "rotate_halves": "rotate_halves, rotate_pairs"}, r"tiny differs by"),
+        ({"**NO_EFFECT,": ONE_LESS}, r"field use_cache is neither read"),
+        ({"config.norm_topk_prob": "True"}, r"biases, no renormalisation differs by"),
+        ({'"norm_topk_prob": False, ': ""}, r"field norm_topk_prob is True in every config"),
+    ],
+    ids=["rotary layout", "forgotten field", "constant", "untried field"],
+)
+def test_a_planted_fault_is_named(tmp_path: Path, change: Mapping[str, str], first: str) -> None:
+    lines = skill(ADD_MODEL, model_folder(tmp_path, change), env=ONE_THREAD)
+    assert re.search(rf"^FAIL  \S+/copied: \d+ differences; the first: {first}", lines[-1])
+
+
+@pytest.mark.slow
+def test_a_draft_lists_what_there_is(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lines = skill(ADD_MODEL, "--draft", tmp_path / "config.json", env=ONE_THREAD)
+    assert lines[-1].startswith("PASS  qwen3_moe: ")
+    assert "field   num_hidden_layers = 2" in lines
+    assert any(re.match(r"field   rms_norm_eps = 1e-06  \(a default of the class", line) for line in lines)
+    assert "tensor  model.layers.N.self_attn.q_norm.weight [128] x 2" in lines
+    assert "buffers that no file holds: inv_freq, original_inv_freq" in lines
+    assert skill(ADD_MODEL, "--draft", "llama_of_dreams", env=ONE_THREAD)[-1].startswith("FAIL  no draft: ")

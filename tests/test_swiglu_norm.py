@@ -1,25 +1,30 @@
-"""The pointwise pieces: SwiGLU and its by-hand backward, RMSNorm, rotary positions."""
+"""The pointwise pieces: gated activations and their by-hand backward, RMSNorm."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeRMSNorm,
-    Qwen3MoeRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from torch import Tensor
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from pithtrain.ops.norm import rms_norm, rope_tables, rotate_halves
-from pithtrain.ops.swiglu import swiglu, weighted_swiglu, weighted_swiglu_backward
+from pithtrain.ops.norm import rms_norm
+from pithtrain.ops.swiglu import SILU, Glu, swiglu, weighted_swiglu, weighted_swiglu_backward
 from reference import assert_near, gradients, leaves, poisoned_memory, random
 
 DTYPES = [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
 IDS = ["fp64", "fp32", "bf16"]
+GPT_OSS = Glu(alpha=1.702, limit=7.0, offset=1.0)
 
-# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+# ---- gated activations -----------------------------------------------------------------------------------------------
+
+
+def plain(gate: Tensor, up: Tensor, glu: Glu) -> Tensor:
+    limit = math.inf if glu.limit is None else glu.limit
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + glu.offset) * gate / (1 + torch.exp(-glu.alpha * gate))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=IDS)
@@ -34,20 +39,61 @@ def test_swiglu_gradients() -> None:
     assert torch.autograd.gradcheck(swiglu, leaves(random(0, 3, 4), random(1, 3, 4)))
 
 
+@pytest.mark.parametrize("glu", [SILU, GPT_OSS, Glu(0.7, 2.0, -0.5)], ids=["silu", "gpt-oss", "another"])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=IDS)
 @pytest.mark.parametrize("rows", [0, 1, 9])
-def test_weighted_swiglu_and_its_backward(rows: int, dtype: torch.dtype, tolerance: float) -> None:
-    gate_up, da = random(0, rows, 14, dtype=dtype), random(2, rows, 7, dtype=dtype)
+def test_weighted_swiglu_and_its_backward(rows: int, dtype: torch.dtype, tolerance: float, glu: Glu) -> None:
+    """At numbers of which many are cut, both ways."""
+    gate_up, da = random(0, rows, 14, dtype=dtype, scale=4), random(2, rows, 7, dtype=dtype)
     weight = random(1, rows, dtype=torch.promote_types(dtype, torch.float32))
     with poisoned_memory():
-        out = weighted_swiglu(gate_up, weight)
-        dgate_up, dweight = weighted_swiglu_backward(da, gate_up, weight)
+        out = weighted_swiglu(gate_up, weight, glu)
+        dgate_up, dweight = weighted_swiglu_backward(da, gate_up, weight, glu)
     wide, w = leaves(gate_up, weight)
-    expected = w[:, None] * F.silu(wide[:, :7]) * wide[:, 7:]
+    expected = w[:, None] * plain(wide[:, :7], wide[:, 7:], glu)
     grads = gradients((expected * da.double()).sum(), (wide, w))
     assert out.dtype == dgate_up.dtype == dtype and dweight.dtype == weight.dtype
     for a, b in zip((out, dgate_up, dweight), (expected.detach(), *grads), strict=True):
         assert_near(a, b, tolerance)
+    if rows == 9:
+        limit = math.inf if glu.limit is None else glu.limit
+        cut = torch.cat((gate_up[:, :7] > limit, gate_up[:, 7:].abs() > limit), dim=1)
+        assert cut.any() == (glu.limit is not None) and not dgate_up[cut].any() and dgate_up[~cut].all()
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, glu: Glu) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        ctx.glu = glu
+        return weighted_swiglu(gate_up, weight, glu)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate_up, weight = ctx.saved_tensors
+        return *weighted_swiglu_backward(grads[0], gate_up, weight, ctx.glu), None
+
+
+@pytest.mark.parametrize("glu", [SILU, GPT_OSS], ids=["silu", "gpt-oss"])
+def test_the_backward_is_the_derivative(glu: Glu) -> None:
+    """By finite differences; none of these numbers lies within a step of the limit."""
+    gate_up, weight = leaves(random(0, 3, 8, scale=6), random(1, 3))
+    assert torch.autograd.gradcheck(lambda x, w: _Weighted.apply(x, w, glu), (gate_up, weight))
+
+
+def test_clamped_activation_equals_transformers_at_the_limit_too() -> None:
+    """gate and up alternate in theirs. torch.clamp's derivative is 1 at the limit itself."""
+    edges = torch.tensor([-8.0, -7.0, -6.5, 0.0, 6.5, 7.0, 8.0], dtype=torch.float64)
+    gate_up = torch.cat((torch.cartesian_prod(edges, edges).t().flatten(), random(0, 38, scale=5))).view(2, -1).t()
+    theirs = GptOssExperts(GptOssConfig(hidden_size=2, intermediate_size=1, num_local_experts=1))
+    assert (theirs.alpha, theirs.limit) == (GPT_OSS.alpha, GPT_OSS.limit)
+    leaf, ones = gate_up.clone().requires_grad_(), gate_up.new_ones(len(gate_up))
+    expected = theirs._apply_gate(leaf)
+    (grad,) = torch.autograd.grad(expected.sum(), leaf)
+    assert_near(weighted_swiglu(gate_up, ones, GPT_OSS), expected.detach(), 1e-14)
+    found, _ = weighted_swiglu_backward(ones[:, None], gate_up, ones, GPT_OSS)
+    assert torch.equal(found == 0, grad == 0)
+    assert_near(found, grad, 1e-14)
 
 
 def test_extreme_gates_stay_finite() -> None:
@@ -90,44 +136,3 @@ def test_rms_norm_gradients_and_zero_rows() -> None:
     out = rms_norm(zero, torch.ones(8), 1e-6)
     (dx,) = torch.autograd.grad(out.sum(), zero)
     assert not out.any() and torch.allclose(dx, torch.full_like(dx, 1e3))
-
-
-# ---- rotary positions ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("theta", [1e4, 1e6])
-def test_rotation_equals_transformers(theta: float) -> None:
-    config = Qwen3MoeConfig(head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": theta})
-    q, k = random(0, 2, 50, 4, 8, dtype=torch.float32), random(1, 2, 50, 2, 8, dtype=torch.float32)
-    cos, sin = Qwen3MoeRotaryEmbedding(config)(q, torch.arange(50)[None])
-    expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    tables = rope_tables(8, theta, 50, torch.device("cpu"), torch.float32)
-    for x, theirs in zip((q, k), expected, strict=True):
-        assert torch.allclose(rotate_halves(x, tables), theirs.transpose(1, 2), rtol=1e-5, atol=1e-5)
-
-
-def test_rotation_of_one_pair_by_hand() -> None:
-    """Pairs are (i, i + D/2); pair i at position p turns by p * theta^(-2i/D)."""
-    tables = rope_tables(4, 100.0, 3, torch.device("cpu"), torch.float64)
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).expand(1, 3, 1, 4)
-    out = rotate_halves(x, tables)[0, :, 0]
-    for p in range(3):
-        for i, turn in enumerate((p * 1.0, p * 0.1)):
-            a, b = x[0, p, 0, i].item(), x[0, p, 0, i + 2].item()
-            assert out[p, i].item() == pytest.approx(a * math.cos(turn) - b * math.sin(turn))
-            assert out[p, i + 2].item() == pytest.approx(a * math.sin(turn) + b * math.cos(turn))
-
-
-def test_scores_depend_on_the_distance_only() -> None:
-    tables = rope_tables(8, 1e4, 30, torch.device("cpu"), torch.float64)
-    q, k = (rotate_halves(random(s, 8).expand(1, 30, 1, 8), tables)[0, :, 0] for s in (0, 1))
-    scores = q @ k.t()
-    for distance in (-7, 0, 1, 12):
-        diagonal = scores.diagonal(distance)
-        assert torch.allclose(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-12)
-
-
-def test_rotation_is_rounded_once_in_bf16() -> None:
-    tables = rope_tables(8, 1e4, 9, torch.device("cpu"), torch.float32)
-    x = random(0, 1, 9, 2, 8, dtype=torch.bfloat16)
-    assert torch.equal(rotate_halves(x, tables), rotate_halves(x.float(), tables).bfloat16())

@@ -98,7 +98,9 @@ def make_model(dtype: torch.dtype, traffic: Traffic | None = None, ep: int = 0, 
     tables = rope(CONFIG, S, CPU, accumulate_dtype(dtype))
     layers: list[Layer] = []
     for index in range(LAYERS):
-        layer = build_layer(CONFIG, index, weights, tables, Balance(0.01, 3 * B * S))
+        counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
+        balance = Balance("aux_loss", 0.01, 0.0, 3 * B * S, S, counts, None)
+        layer = build_layer(CONFIG, index, weights, tables, balance)
         region = None
         if layer.experts is not None and shared:
             shapes = {"shared.gate": (6, H), "shared.up": (6, H), "shared.down": (H, 6)}

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from harness import MODEL, Pool, make_spec
+from harness import ALONE, MODEL, Pool, make_spec, single
 from pithtrain import catalog, checkpoint, rundir
 from pithtrain.build import build
 from pithtrain.errors import CheckpointError, DataError, NotFiniteError, RunFailed
 from pithtrain.events import Events
+from pithtrain.models.contract import flops_per_token
 from pithtrain.rundir import RunDir
 from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
 from pithtrain.train import Outcome, learning_rate, run
 from pithtrain.watch import Phase, Watch
-from pithtrain.world import Place, connect
+from pithtrain.world import Place
 from pithtrain.zero import Zero
 from test_checkpoint import flip
 from test_data import make
@@ -80,7 +81,7 @@ def trained(folder: Path, spec: RunSpec, step: int) -> dict[str, np.ndarray]:
     """Masters and moments of a checkpoint, whole, whatever mesh wrote them."""
     alone = {**spec.model_dump(mode="json"), "parallelism": {}, "slurm": {}}
     one = from_dict(alone)
-    with connect(Place(0, 1, 0, "", 1), one.mesh, "cpu", one.distributed) as world:
+    with single(one) as world:
         zero = build(one, world).zero
         path = catalog.folder(RunDir(folder).checkpoints, step)
         checkpoint.load(path, zero, world, catalog.read(path))
@@ -308,7 +309,7 @@ def test_a_save_asked_for_during_an_asynchronous_one_is_that_one(
     spec = train_spec(corpus, checkpoint={"async_save": True})
     run_dir = make_run(tmp_path)
     rundir.mark(run_dir.save, 1)
-    run(spec, run_dir, Place(0, 1, 0, "", 1), Asked(run_dir, 1, 0))
+    run(spec, run_dir, ALONE, Asked(run_dir, 1, 0))
     assert [(row["step"], row["requested"]) for row in events(tmp_path, "saved")] == [(1, True), (STEPS, False)]
     assert not run_dir.save.exists()
 
@@ -462,7 +463,7 @@ def test_a_saved_run_without_a_complete_checkpoint_is_refused_and_keeps_its_line
 
 
 def alone(spec: RunSpec, folder: Path) -> Outcome:
-    return run(spec, make_run(folder), Place(0, 1, 0, "", 1), Watch(RunDir(folder), 1, 0))
+    return run(spec, make_run(folder), ALONE, Watch(RunDir(folder), 1, 0))
 
 
 def test_fewer_steps_than_done_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -490,7 +491,7 @@ def test_a_line_holds_what_the_file_promises(corpus: Path, tmp_path: Path) -> No
     assert 1.0 <= row["aux_loss"] < 4
     assert row["expert_load_max_over_mean"] >= 1
     assert row["mfu"] is None, "a CPU has no quoted peak"
-    per_second = row["tokens_per_second"] * spec.model.config.flops_per_token(16) / 1e12
+    per_second = row["tokens_per_second"] * flops_per_token(spec.model.config, 16) / 1e12
     assert row["tflops_per_device"] == pytest.approx(per_second)
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_time_s"])
     for key in ("router_z_loss", "head_z_loss"):
@@ -529,14 +530,17 @@ def test_a_skipped_step_loses_no_other(corpus: Path, tmp_path: Path, monkeypatch
     spec = train_spec(corpus, training={"max_steps": 9}, logging={"interval": 5})
     grad_norm, calls = Zero.grad_norm, 0
 
-    def spoiled(self: Zero) -> torch.Tensor:
+    def spoiled(self: Zero, flaw: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return grad_norm(self) * (float("nan") if calls == 2 else 1.0)
+        return grad_norm(self, flaw) * (float("nan") if calls == 2 else 1.0)
 
     monkeypatch.setattr(Zero, "grad_norm", spoiled)
-    with pytest.raises(NotFiniteError, match=r"at step 2, and at 1 of the steps up to 5"):
+    with pytest.raises(NotFiniteError, match=r"at step 2, and at 1 of the steps up to 5; .* is saved.*, then resume"):
         alone(spec, tmp_path)
+    calls = 0
+    with pytest.raises(NotFiniteError, match=r"up to 5; .* and nothing is saved.*, then start again$"):
+        alone(train_spec(corpus, moe={"force_load_balance": True}, logging={"interval": 5}), tmp_path / "forced")
     assert all(np.isfinite(tensor).all() for tensor in trained(tmp_path, spec, 5).values())
     monkeypatch.undo()
     assert alone(spec, tmp_path) == Outcome(9, finished=True)

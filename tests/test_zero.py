@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Pool, Shards, assemble, batches_of, distance, first_gradients, make_spec, shards
+from harness import Pool, Shards, assemble, batches_of, distance, first_gradients, make_spec, shards, single
 from pithtrain.build import build, initialise
 from pithtrain.spec import from_dict
+from pithtrain.tape import new_stats
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
 from pithtrain.zero import Sharded
@@ -38,7 +39,7 @@ def test_update_is_adamw_with_a_global_clip(pool: Pool, mesh: tuple[int, int, in
     spec = make_spec(*mesh, training=training, optimizer={"weight_decay": 0.3})
     parts = pool.run(spec.world_size, trajectory_job, spec.model_dump(mode="json"))
     table = {info.name: info for info in spec.model.config.parameters()}
-    with connect(Place(0, 1, 0, "", 1), make_spec().mesh, "cpu", spec.distributed) as world:
+    with single(make_spec()) as world:
         start = build(make_spec(training=training), world)
         params = {n: torch.nn.Parameter(one.master.clone()) for n, one in start.zero.sharded.items()}
     o = spec.optimizer
@@ -67,11 +68,11 @@ def test_update_is_adamw_with_a_global_clip(pool: Pool, mesh: tuple[int, int, in
 def test_decay_reaches_matrices_alone() -> None:
     """Case 111: zero gradients, so whatever shrinks was decayed."""
     spec = make_spec(model={"attention_bias": True}, optimizer={"weight_decay": 0.5})
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
+    with single(spec) as world:
         engine = build(spec, world)
         for one in engine.zero.sharded.values():
             one.master.fill_(1.0)
-        engine.zero.update(engine.adam, 0.1, torch.zeros(()), 1.0)
+        engine.zero.update(engine.adam, 0.1, torch.zeros(()), 1.0, engine.balance.counts_LE, 0.0)
         shrunk = {n for n, one in engine.zero.sharded.items() if (one.master != 1.0).any()}
     assert shrunk == {n for n in engine.zero.sharded if not n.endswith(("norm.weight", "layernorm.weight", ".bias"))}
     assert len(shrunk) < len(engine.zero.sharded)
@@ -88,7 +89,7 @@ def nan_job(place: Place, fields: dict[str, Any]) -> tuple[float, int, bool]:
         if place.rank == 1:
             next(one for one in engine.zero.sharded.values() if one.grad.numel()).grad.view(-1)[0] = float("nan")
         norm = engine.zero.grad_norm()
-        skipped = engine.zero.update(engine.adam, LR, norm, 1.0)
+        skipped = engine.zero.update(engine.adam, LR, norm, 1.0, engine.balance.counts_LE, 0.0)
         same = all(torch.equal(one.master, old) for one, old in zip(engine.zero.sharded.values(), before, strict=True))
         return skipped.item(), engine.zero.updates, same
 
@@ -101,12 +102,10 @@ def test_a_nan_on_one_rank_skips_the_update_on_all(pool: Pool) -> None:
 def test_missing_contribution_is_noticed() -> None:
     """A weight gradient that never arrives, or arrives twice, is an assertion and not a wrong update."""
     spec = make_spec()
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
+    with single(spec) as world:
         engine = build(spec, world)
         engine.zero.begin_step(spec.num_micro_batches + 1)
         batches = batches_of(spec, engine, 0)
-        from pithtrain.tape import new_stats
-
         stats = new_stats(4, 8, world.device, torch.float32)
         engine.pipeline.step(batches, torch.ones(()), stats)
         with pytest.raises(AssertionError, match="are missing"):
@@ -175,7 +174,7 @@ def test_reductions_start_while_other_layers_still_compute(pool: Pool) -> None:
 def test_the_norm_of_a_large_tensor_is_exact() -> None:
     """4 M elements: an fp32 sum of squares is 8e-5 off, and the clip would depend on how a mesh cuts the tensor."""
     spec = make_spec(model={"vocab_size": 4096, "hidden_size": 1024}, training={"sequence_length": 2})
-    with connect(Place(0, 1, 0, "", 1), spec.mesh, "cpu", spec.distributed) as world:
+    with single(spec) as world:
         engine = build(spec, world)
         for one in engine.zero.sharded.values():
             one.grad.copy_(torch.randn(one.grad.shape, generator=torch.Generator().manual_seed(1)))

@@ -15,7 +15,7 @@ from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.init import normal_
 from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype
 from pithtrain.ops.norm import rms_norm
-from pithtrain.ops.router import Balance
+from pithtrain.ops.router import Balance, forced_order
 from pithtrain.pipeline import Pipeline
 from pithtrain.plan import partition
 from pithtrain.spec import RunSpec
@@ -31,13 +31,15 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Engine:
-    """One rank's part of the run. `dtype` is the compute dtype."""
+    """One rank's part of the run. `dtype` is the compute dtype, `layers` are those of its two stages."""
 
     world: World
     zero: Zero
     pipeline: Pipeline
     adam: AdamW
     dtype: torch.dtype
+    layers: tuple[int, ...]
+    balance: Balance
 
 
 def device_type(spec: RunSpec) -> str:
@@ -61,13 +63,14 @@ def build(spec: RunSpec, world: World) -> Engine:
     last = 2 * world.mesh.pp - 1
     stages = (world.pp, last - world.pp)  # the V: phase 0 and phase 1
     layers = partition(config, world.mesh.pp, spec.training.sequence_length)
-    held = {layer for stage in stages for layer in layers[stage]}
+    held = tuple(layer for stage in stages for layer in layers[stage])
     table = [info for info in config.parameters() if info.layer in held or (info.layer is None and world.pp == 0)]
     zero = Zero(table, world, dtype, tied=EMBEDDING if config.tie_word_embeddings else None)
     initialise(zero, spec.training.seed)
 
     weights = zero.weights
-    built = tuple(_build_stage(spec, world, stage, last, layers[stage], weights) for stage in stages)
+    balance = _balance(spec, world)
+    built = tuple(_build_stage(spec, world, stage, last, layers[stage], weights, balance) for stage in stages)
     traffic = Traffic(
         config.num_experts,
         Lane(world.ep_fwd_group, world.device),
@@ -78,7 +81,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
     pipeline = Pipeline(world, (built[0], built[1]), traffic, hidden, dtype, spec.num_micro_batches)
     o = spec.optimizer
-    return Engine(world, zero, pipeline, AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay), dtype)
+    adam = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay)
+    return Engine(world, zero, pipeline, adam, dtype, held, balance)
 
 
 def initialise(zero: Zero, seed: int) -> None:
@@ -94,18 +98,36 @@ def initialise(zero: Zero, seed: int) -> None:
 
 
 def _build_stage(
-    spec: RunSpec, world: World, stage: int, last: int, layers: tuple[int, ...], weights: Mapping[str, Weight]
+    spec: RunSpec,
+    world: World,
+    stage: int,
+    last: int,
+    layers: tuple[int, ...],
+    weights: Mapping[str, Weight],
+    balance: Balance,
 ) -> Stage:
     config, training = spec.model.config, spec.training
     module = load_model(spec.model.architecture)
     wide = accumulate_dtype(compute_dtype(spec, world.device))
     tables = module.rope(config, training.sequence_length, world.device, wide)
-    coef = spec.moe.aux_loss_coef if spec.moe.load_balance_type == "aux_loss" else 0.0
-    balance = Balance(coef, training.global_batch_size * training.sequence_length)
     return Stage(
         layers=tuple(module.build_layer(config, layer, weights, tables, balance) for layer in layers),
         embedding=weights[EMBEDDING] if stage == 0 else None,
         head=_head(config, weights) if stage == last else None,
+    )
+
+
+def _balance(spec: RunSpec, world: World) -> Balance:
+    config, training, moe = spec.model.config, spec.training, spec.moe
+    layers, experts, device = config.num_hidden_layers, config.num_experts, world.device
+    return Balance(
+        kind=moe.load_balance_type,
+        coef=moe.aux_loss_coef,
+        z_coef=moe.z_loss_coef,
+        global_tokens=training.global_batch_size * training.sequence_length,
+        sequence_length=training.sequence_length,
+        counts_LE=torch.zeros(layers, experts, dtype=torch.int64, device=device),
+        forced=forced_order(experts).to(device) if moe.force_load_balance else None,
     )
 
 

@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from pithtrain.errors import CheckpointError, RunFailed
 
@@ -60,6 +60,7 @@ class Marker(TypedDict):
     tokenizer: str | None
     tokenizer_path: str | None
     data: dict[str, Any] | None
+    expert_counts: NotRequired[list[list[int]] | None]
     mesh: dict[str, int] | None
     torch: str
     saved_at: int

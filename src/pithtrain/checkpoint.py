@@ -4,10 +4,11 @@
         checkpoint.json     written last: position, model, mesh, each tensor's shape, norm and sum, each file's size
         .metadata *.distcp  torch.distributed.checkpoint
 
-All ranks put their shards of master, exp_avg and exp_avg_sq, as DTensors of the whole shape, into
-`step-00000100.partial`; rank 0 then adds checkpoint.json and one rename makes the checkpoint visible. Experts are one
-[E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by dp x cp x ep. Loading
-cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
+All ranks put their shards of master, exp_avg and exp_avg_sq (a master alone where there is no gradient), as DTensors of
+the whole shape, into `step-00000100.partial`; rank 0 then adds checkpoint.json and one rename makes the checkpoint
+visible. Experts are one [E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by
+dp x cp x ep. Loading cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters,
+rounded.
 
 A save in its order, where `async_save` moves the last part behind the next steps:
 
@@ -60,6 +61,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 THREADS = 4  # files of a rank, written and read at once: one thread does 1.5 GB/s, and disks do more
 SHOWN_S = 30.0  # how long a network file system may take to show one host what another wrote
 UNTOLD = {"run": "", "spec_hash": None, "model": {}, "tokenizer": None, "tokenizer_path": None, "data": None}
+UNTOLD |= {"expert_counts": None}
 SUMMED = 1 << 24  # elements summed at once: torch widens them to 64 bits in a copy
 
 torch.serialization.set_crc32_options(False)  # halves the time of a write; our sums see more than a CRC of each piece
@@ -138,14 +140,15 @@ class Saver:
             raise self._error
         return self._saved is not None and self._thread is not None and self._thread.is_alive()
 
-    def save(self, position: Position) -> None:
+    def save(self, position: Position, expert_counts: list[list[int]] | None = None) -> None:
         """Begin a checkpoint; `wait` ends it, and must have ended the one before. A synchronous one is on the disk, or
-        has failed, when this returns. The shards may be changed as soon as it does."""
+        has failed, when this returns. The shards may be changed as soon as it does. `expert_counts`: for the marker."""
         assert self._saved is None, "one save at a time"
         begin = time.perf_counter()
         final = catalog.folder(self._checkpoints, position.step)
         mesh, sums = asdict(self._world.mesh), add_up(summarise(self._zero), self._world)
-        content = _marker("full", position, self._zero.updates, mesh, self._about, sums)
+        about = {**self._about, "expert_counts": expert_counts}
+        content = _marker("full", position, self._zero.updates, mesh, about, sums)
         shards = {key: shard for key, _, shard in _shards(self._zero)}
         if self._staged:
             self.prepare()
@@ -283,13 +286,19 @@ def _require_files(partial: Path) -> list[str]:
 
 def shapes(table: Iterable[Parameter]) -> dict[str, tuple[int, ...]]:
     """{key: stored shape} of a full checkpoint of a model."""
-    return {f"{kind}/{info.name}": info.stored_shape for info in table for kind in KINDS}
+    return {f"{kind}/{info.name}": info.stored_shape for info in table for kind in KINDS if _has(info, kind)}
+
+
+def _has(info: Parameter, kind: str) -> bool:
+    """A parameter without gradient has no moments."""
+    return kind == "master" or info.update == "gradient"
 
 
 def _shards(zero: Zero, kinds: Sequence[str] = KINDS) -> Iterable[tuple[str, Sharded, Tensor]]:
     for name, one in zero.sharded.items():
         for kind in kinds:
-            yield f"{kind}/{name}", one, getattr(one, kind)
+            if _has(one.info, kind):
+                yield f"{kind}/{name}", one, getattr(one, kind)
 
 
 def fingerprint(rows: Tensor, first_row: int = 0) -> Tensor:

@@ -8,7 +8,10 @@
 Which HF tensor is which rows of which parameter is the model's own table (`Config.hf_tensors`): nothing here names a
 family or guesses from a shape. A reader takes the family's layout or, parameter by parameter, the fused one, which is
 ours: [E, 2I, H] under the canonical name. Every tensor is consumed and every parameter filled, once, or one error lists
-what is missing, unexpected or of another shape.
+what is missing, unexpected or of another shape. Experts that lie otherwise in the file (`transposed`, `interleaved`)
+are turned one expert at a time, both ways. Where the table says `mxfp4`, a folder may hold 4 bits a value instead (OCP
+Microscaling Formats 1.0): NAME_blocks uint8 [E, out, in / 32, 16], two e2m1 values a byte, the low half first, and
+NAME_scales uint8 [E, out, in / 32], 2^(scale - 127) for 32 values; they are widened while they are read.
 
 An export in bfloat16 leaves `Parameter.fp32` (norms, router, biases) in float32, as they were trained; the dtype in
 config.json is that of the matrices. An export in float32 has the masters bit for bit.
@@ -25,6 +28,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -34,8 +38,8 @@ from torch import Tensor
 
 from pithtrain import catalog, checkpoint
 from pithtrain.catalog import Marker
-from pithtrain.errors import CheckpointError
-from pithtrain.models.contract import HfTensor, ModelConfig, Parameter
+from pithtrain.errors import CheckpointError, SpecError
+from pithtrain.models.contract import HfTensor, ModelConfig, Parameter, architecture_of
 from pithtrain.spec import ModelSection, read_model
 from pithtrain.world import World
 from pithtrain.zero import Zero
@@ -44,6 +48,9 @@ INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "co
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 PAPERS = (TOKENIZER, SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PACKED = ("_blocks", "_scales")  # of a tensor in MXFP4: its values and their scales, both of dtype U8
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * torch.tensor([[1.0], [-1.0]])  # [sign, exponent and mantissa]
+E2M1_PAIRS = torch.cartesian_prod(_E2M1.flatten(), _E2M1.flatten()).flip(1)  # [byte, (low half, high half)]
 SHARD_BYTES = 4 << 30  # a file: what one rank of a shared export writes alone, and a broken download repeats
 CHUNK_BYTES = 32 << 20  # read at once, before it is widened to fp32
 
@@ -181,8 +188,30 @@ def _header(members: Sequence[_Planned]) -> bytes:
 
 def _write_values(file: BinaryIO, one: _Planned, stored: Tensor) -> None:
     for row in one.rows:
-        piece = stored[row.row : row.row + _height(row, stored.shape)].to(one.dtype)
-        file.write(piece.view(torch.uint8).numpy().data)
+        piece = stored[row.row : row.row + _height(row, stored.shape)]
+        turned = row.transposed or row.interleaved
+        for block in piece.unflatten(0, (row.shape[0], -1)).split(1) if turned else (piece,):
+            file.write(_theirs(row, block).to(one.dtype).contiguous().view(torch.uint8).numpy().data)
+
+
+def _theirs(row: HfTensor, block: Tensor) -> Tensor:
+    """Experts [n, out, in], or their biases [n, out], as the file has them. The inverse of `_ours`."""
+    if row.interleaved:
+        block = block.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return block.transpose(1, 2) if row.transposed else block
+
+
+def _ours(row: HfTensor, block: Tensor) -> Tensor:
+    """Experts of a file [n, in, out] if `transposed`, else [n, out, in], or their biases [n, out] -> out first, all of
+    gate before all of up."""
+    block = block.transpose(1, 2) if row.transposed else block
+    return block.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if row.interleaved else block
+
+
+def _widen(blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 [..., in / 32, 16] and [..., in / 32] -> fp32 [..., in]. Exact, and bfloat16 holds every value too."""
+    values = E2M1_PAIRS[blocks.to(torch.int32)].flatten(-2)
+    return torch.ldexp(values, scales.to(torch.int32)[..., None] - 127).flatten(-2)
 
 
 def _write_papers(out: Path, model: ModelSection, dtype: torch.dtype, plan: Plan, content: Marker, note: Note) -> None:
@@ -244,7 +273,7 @@ class HfFolder:
     def __init__(self, path: Path, note: Note = _silent):
         """Raises CheckpointError for files that are missing or damaged, or hold a tensor twice. safetensors files that
         nothing names are left out, and noted."""
-        self.path = path
+        self.path, self._note = path, note
         index: dict[str, str] | None = None
         if (path / INDEX).exists():
             index = _read_json(path / INDEX).get("weight_map")
@@ -267,20 +296,33 @@ class HfFolder:
             self.tensors |= found
 
     def match(self, config: ModelConfig) -> dict[str, list[HfTensor]]:
-        """Parameter -> the tensors that fill it, in this folder's layout; [] for one that has no place in the format.
+        """Parameter -> the tensors that fill it, as this folder has them; [] for one that has no place in the format.
+        Layers of multi-token prediction, published behind the model's own and known by their `eh_proj`, are left out.
 
         Raises CheckpointError listing every tensor that is missing, unexpected or of another shape.
         """
         pieces: dict[str, list[HfTensor]] = {info.name: [] for info in config.parameters()}
         for row in config.hf_tensors():
             if not row.copy or row.name in self.tensors:
-                pieces[row.parameter].append(row)
+                pieces[row.parameter].append(self._as_held(row) if row.mxfp4 else row)
         for info in config.parameters():
             if info.name in self.tensors and all(row.name != info.name for row in pieces[info.name]):
                 pieces[info.name] = [HfTensor(info.name, info.shape, info.name)]  # fused
         have = {name: one.shape for name, one in self.tensors.items()}
-        catalog.check_tensors(self.path, have, {row.name: row.shape for rows in pieces.values() for row in rows})
+        want = {name: shape for rows in pieces.values() for row in rows for name, shape in _named(row).items()}
+        heads = {name.removesuffix("eh_proj.weight") for name in have.keys() - want if name.endswith(".eh_proj.weight")}
+        for head in sorted(heads):
+            self._note(f"{self.path}: {head}* is left out: layers of multi-token prediction are not built")
+        extra = {name for name in have.keys() - want if name.startswith(tuple(heads))}
+        catalog.check_tensors(self.path, {name: have[name] for name in have.keys() - extra}, want)
         return pieces
+
+    def _as_held(self, row: HfTensor) -> HfTensor:
+        """A tensor of the table that may be in 4 bits, as this folder has it: with `mxfp4` only if it is."""
+        experts, out, width = (row.shape[n] for n in ((0, 2, 1) if row.transposed else (0, 1, 2)))
+        if width % 32 or self.tensors.keys().isdisjoint(row.name + end for end in PACKED):
+            return replace(row, mxfp4=False)
+        return replace(row, shape=(experts, out, width), transposed=False)
 
     def rows(self, info: Parameter, pieces: Sequence[HfTensor], first: int, count: int) -> Tensor:
         """Rows [first, first + count) of a stored parameter, fp32; a file is mapped only while one piece is read.
@@ -293,18 +335,30 @@ class HfFolder:
             begin, end = max(first - piece.row, 0), min(first + count - piece.row, height)  # rows of this piece
             lead = height // piece.shape[0]  # stored rows under one index of its first axis: 2I in a fused [E, 2I, H]
             step = lead * max(CHUNK_BYTES * piece.shape[0] // (4 * math.prod(piece.shape)), 1)
-            with _opened(self.tensors[piece.name].file) as file:
-                stored = file.get_slice(piece.name)
+            with contextlib.ExitStack() as files:
+                names = _named(piece)
+                stored = [files.enter_context(_opened(self.tensors[name].file)).get_slice(name) for name in names]
                 for at in range(begin, end, step):
                     stop = min(at + step, end)
                     a, b = at // lead, -(-stop // lead)
-                    values = stored[a:b].reshape(-1, *whole.shape[1:])[at - a * lead : stop - a * lead]
+                    block = _widen(*(each[a:b] for each in stored)) if piece.mxfp4 else stored[0][a:b]
+                    values = _ours(piece, block).reshape(-1, *whole.shape[1:])[at - a * lead : stop - a * lead]
                     target = whole[piece.row + at - first :][: stop - at]
                     if not piece.copy:
                         target.copy_(values)
                     elif not torch.equal(target, values.to(target.dtype)):
                         raise CheckpointError(f"{self.path}: {piece.name} should be the same as {piece.parameter}")
         return whole
+
+
+def _named(row: HfTensor) -> dict[str, tuple[int, ...]]:
+    """The names and shapes under which a file has a tensor: two if it is in MXFP4."""
+    if not row.mxfp4:
+        return {row.name: row.shape}
+    *outer, width = row.shape
+    return dict(
+        zip((row.name + end for end in PACKED), ((*outer, width // 32, 16), (*outer, width // 32)), strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -323,8 +377,9 @@ def _stored(path: Path) -> dict[str, _Stored]:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
         found = {name: _Stored(path, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     for name, one in found.items():
-        if one.dtype not in DTYPES:
-            raise CheckpointError(f"{path}: {name} is of dtype {one.dtype}; read are {', '.join(DTYPES)}")
+        read = ("U8",) if name.endswith(PACKED) else tuple(DTYPES)
+        if one.dtype not in read:
+            raise CheckpointError(f"{path}: {name} is of dtype {one.dtype}; read are {', '.join(read)}")
     return found
 
 
@@ -340,11 +395,11 @@ def import_hf(
 ) -> Path:
     """Write a Hugging Face folder as a checkpoint of kind "weights", for `init_from`; -> `out`.
 
-    `architecture` is a folder of models/, the config's own `model_type` otherwise. Raises SpecError for a config.json
-    that this model does not read, CheckpointError for tensors or a disk.
+    `architecture` is a folder of models/, the one for the config's `model_type` otherwise. Raises SpecError for a
+    config.json that this model does not read, CheckpointError for tensors or a disk.
     """
     if architecture is None:
-        architecture = str(_read_json(source / CONFIG).get("model_type"))
+        architecture = architecture_of(str(_read_json(source / CONFIG).get("model_type")))
         if "/" in architecture:  # it would be a folder outside the package, whose code is run: not for a file to say
             raise CheckpointError(f"{source / CONFIG}: model_type = {architecture!r} is no name of a model")
     model = read_model({"architecture": architecture, "config_file": str(source / CONFIG)})
@@ -379,8 +434,13 @@ def init(path: Path, zero: Zero, world: World, model: ModelSection, report: Note
     report = report if world.rank == 0 else _silent
     ours = model.model_dump(mode="json")
     if world.from_rank_zero((path / CONFIG).exists()):
-        given = type(model.config).canonical(_read_json(path / CONFIG))
-        theirs = {key: given.get(key) for key in ours} | {"architecture": model.architecture}
+        read = type(model.config).canonical
+        try:
+            given, written = read(_read_json(path / CONFIG)), read(model.config.hf_config())
+        except SpecError as error:
+            raise CheckpointError(f"{path / CONFIG}: {'; '.join(map(str, error.problems))}") from error
+        # a field that says what an export of ours would say is ours: null there may be a derived value in the file
+        theirs = {key: ours[key] if given.get(key) == written.get(key) else given.get(key) for key in ours}
         theirs_sha = _sha256(path / TOKENIZER)
         folder = HfFolder(path, report)
         pieces = folder.match(model.config)
@@ -399,6 +459,9 @@ def init(path: Path, zero: Zero, world: World, model: ModelSection, report: Note
         theirs, theirs_sha = content["model"], content["tokenizer"]
         _check_masters(path, content, model.config)
         checkpoint.load_weights(path, zero, world, content)
+    mine = [name for name, one in zero.sharded.items() if not one.master.isfinite().all()]
+    if bad := world.from_rank_zero(sorted({name for names in world.to_rank_zero(mine) for name in names})):
+        raise CheckpointError(f"init_from: {path} holds NaN or infinity in {', '.join(bad)}")
     for key, there, here in catalog.differences("model", theirs, ours):
         report(f"init_from {path}: {key} is {there!r} there and {here!r} in the spec, which is what counts")
     if tokenizer is not None and theirs_sha != tokenizer:

@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,7 +38,10 @@ FAILED_TIMEOUT_S = 10  # of the last upload when a run fails or is preempted: Sl
 class Metrics:
     """One logged step, over the whole mesh. None: unknown, or not computed at this step.
 
-    `loss` is the LM cross entropy alone in nats per token, `aux_loss` the mean over layers (1.0 is perfect balance),
+    `loss` is the LM cross entropy alone in nats per token, `aux_loss` (1.0 is perfect balance) and `router_z_loss` are
+    means over MoE layers; what is trained on is loss + MoE layers x (aux_loss_coef x aux_loss + z_loss_coef x z).
+    Expert load, over the global batch of this step: most slots over mean and entropy (1.0 is perfect balance) of the
+    worst layer each, experts without a token summed over layers; `expert_load` has every layer and expert.
     `grad_norm` the global norm before clipping, memory in GiB, times in seconds.
     """
 
@@ -58,14 +61,31 @@ class Metrics:
     data_wait_s: float | None
     checkpoint_stall_s: float | None
     expert_load_max_over_mean: float | None
+    expert_load_entropy: float | None
+    dead_experts: int | None
+    force_load_balance: bool | None  # true: no router decided
     attempt: int
+    expert_load: list[dict[str, Any]] | None = None  # of each MoE layer, in a line every so often
     val_loss: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     def flat(self) -> dict[str, Any]:
         """The keys of metrics.jsonl in their order. A number that is not finite is null: JSON has no NaN."""
-        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "val_loss"}
+        rare = ("expert_load", "val_loss")
+        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in rare}
+        row |= {} if self.expert_load is None else {"expert_load": self.expert_load}
         row |= {f"val_loss/{source}": loss for source, loss in self.val_loss.items()}
         return {key: _finite(value) for key, value in row.items()}
+
+
+def layer_load(layer: int, counts_E: Sequence[int]) -> dict[str, Any]:
+    """How even a layer's load is, from its slots per expert. `max_over_mean` is 1 when even. `entropy`: the sum of
+    f log(1 / f) over log E, 1 when even or for a lone expert, 0 when one of many takes all. Without any slot both are
+    0. `dead`: experts without a slot."""
+    total, experts = sum(counts_E), len(counts_E)
+    entropy = sum(count / total * math.log(total / count) for count in counts_E if count)
+    even = min(1.0, entropy / math.log(experts)) if experts > 1 else 1.0
+    most, dead = max(counts_E) * experts / max(total, 1), sum(count == 0 for count in counts_E)
+    return {"layer": layer, "max_over_mean": most, "entropy": even, "dead": dead, "counts": counts_E}
 
 
 def console_line(metrics: Metrics, max_steps: int) -> str:
@@ -81,7 +101,8 @@ def console_line(metrics: Metrics, max_steps: int) -> str:
         ("{:.1f} GiB", metrics.memory_peak_gib),
         *((f"val {source} {{:.4f}}", loss) for source, loss in metrics.val_loss.items()),
     ]
-    return " | ".join(text.format(value) for text, value in parts if value is not None)
+    forced = " | forced routing" if metrics.force_load_balance else ""
+    return " | ".join(text.format(value) for text, value in parts if value is not None) + forced
 
 
 class Events:
@@ -151,7 +172,10 @@ class Wandb:
     def log(self, row: dict[str, Any]) -> None:
         if self._run is None:
             return
-        values = {_wandb_key(key): value for key, value in row.items() if value is not None}
+        values = {_wandb_key(key): value for key, value in row.items() if value is not None and key != "expert_load"}
+        for layer in row.get("expert_load", ()):  # a page of its own; the counts stay in the file
+            for key in ("max_over_mean", "entropy", "dead"):
+                values[f"expert_load/{key}_layer_{layer['layer']:03d}"] = layer[key]
         try:
             self._run.log(values)
         except Exception as error:
@@ -205,7 +229,7 @@ def _open_wandb(run: RunDir, spec: RunSpec, attempt: int) -> Any:
         entity=options.entity,
         group=options.group,
         tags=list(options.tags),
-        name=options.name or spec.name,
+        name=(options.name or spec.name) + ("-forced-routing" if spec.moe.force_load_balance else ""),
         id=run.wandb_id.read_text(encoding="utf-8").strip(),
         resume="allow",
         mode=options.mode,

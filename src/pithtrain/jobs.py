@@ -211,6 +211,10 @@ def _phase(beat: dict[str, Any]) -> str | None:
     return None if phase == "step" else phase
 
 
+def _kept(run: RunDir, marker: dict[str, Any]) -> str:
+    return "nothing saved" if rundir.saves_nothing(run) else f"saved at step {marker['step']}"
+
+
 def _ended(
     run: RunDir, job: dict[str, Any], known: slurm.Job | None, attempt: int, last: dict[str, Any]
 ) -> tuple[str, str | None]:
@@ -223,7 +227,7 @@ def _ended(
     if done:
         return "done", why
     if "step" in stop:
-        return "stopped", why or f"cancelled, saved at step {stop['step']}"
+        return "stopped", why or f"cancelled, {_kept(run, stop)}"
     theirs = known.state if known else None
     if theirs is None and job.get("launcher") == "slurm" and job.get("job_id") and not last.get("end"):
         theirs = slurm.accounting_state(job["job_id"])
@@ -232,7 +236,7 @@ def _ended(
     if last.get("ended") == "failed" or rundir.first_error(run, attempt) is not None:
         return "failed", why or cause(run, attempt).line
     if "step" in requeue:
-        return "stopped", why or f"saved at step {requeue['step']}"
+        return "stopped", why or _kept(run, requeue)
     if job.get("job_id") is None:
         return "not started", "its submission did not come to its end, and Slurm knows no such job"
     slurm_says = f"Slurm says {theirs.lower()}; " if theirs else ""
@@ -431,7 +435,12 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
                 os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
     elif at_once:
         raise RunDirError(f"{run.name} runs on {job['host']}: it saves and stops; to kill it, run this command there")
-    return f"{run.name} is ended without a save" if at_once else f"{run.name} saves at its next step and stops"
+    if at_once:
+        return f"{run.name} is ended without a save"
+    what = (
+        "stops at its next step; it saves nothing" if rundir.saves_nothing(run) else "saves at its next step and stops"
+    )
+    return f"{run.name} {what}"
 
 
 def ask_to_save(run: RunDir) -> str:
@@ -439,6 +448,8 @@ def ask_to_save(run: RunDir) -> str:
     now = state(run)
     if not now.alive or now.word in ("pending", "held"):
         raise RunDirError(f"{run.name} does not run: it is {now.word}")
+    if rundir.saves_nothing(run):
+        raise RunDirError(f"{run.name} saves nothing: moe.force_load_balance is true")
     rundir.mark(run.save, now.attempt)
     return f"{run.name} saves at its next step and goes on"
 

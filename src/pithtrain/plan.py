@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from pithtrain.models.contract import ModelConfig
+from pithtrain.models.contract import ModelConfig, active_parameters, flops_per_token, head_flops, layer_flops
 from pithtrain.spec import Mesh, RunSpec
 
 SLACK = 1.02  # of the slowest rank's time, given away for pairs of equal stages
@@ -70,8 +70,8 @@ def partition(config: ModelConfig, pp: int, sequence_length: int) -> tuple[tuple
     """The layers of each of the 2 pp stages: contiguous, in order, every layer once; a stage may be empty.
 
     Rank r owns stages r and 2 pp - 1 - r. `sequence_length` in tokens weighs attention against the rest."""
-    layers = [config.layer_flops(layer, sequence_length) for layer in range(config.num_hidden_layers)]
-    head = config.head_flops()
+    layers = [layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers)]
+    head = head_flops(config)
     cap = max((sum(layers) + head) / pp, head, *layers) * (1 + 1e-9)  # no cut has a faster slowest rank
     while (fastest := _search(layers, head, pp, cap, pairs=False)) is None:
         cap *= GROWTH
@@ -170,9 +170,9 @@ def plan(spec: RunSpec) -> Plan:
     config, mesh, training = spec.model.config, spec.mesh, spec.training
     stages = partition(config, mesh.pp, training.sequence_length)
     owner = {layer: min(s, 2 * mesh.pp - 1 - s) for s, layers in enumerate(stages) for layer in layers}
-    times = [config.head_flops()] + [0.0] * (mesh.pp - 1)
+    times = [head_flops(config)] + [0.0] * (mesh.pp - 1)
     for layer, rank in owner.items():
-        times[rank] += config.layer_flops(layer, training.sequence_length)
+        times[rank] += layer_flops(config, layer, training.sequence_length)
 
     dtype = training.compute_dtype
     if dtype == "auto":
@@ -188,9 +188,10 @@ def plan(spec: RunSpec) -> Plan:
         shards = mesh.dp * mesh.cp * (1 if expert else mesh.ep)
         padded = size // rows * math.ceil(rows / shards) * shards  # buffers hold whole shards
         held[rank] += size
+        trained = parameter.update == "gradient"  # else neither main gradient nor moments
         weights[rank] += padded * (wide if parameter.fp32 else narrow)
-        gradients[rank] += padded * wide
-        optimizer[rank] += padded // shards * 3 * wide
+        gradients[rank] += padded * wide * trained
+        optimizer[rank] += padded // shards * wide * (3 if trained else 1)
     return Plan(
         name=spec.name,
         ranks=spec.world_size,
@@ -203,9 +204,9 @@ def plan(spec: RunSpec) -> Plan:
         busy_units=6 * spec.num_micro_batches,
         experts_per_rank=config.num_experts // mesh.ep,
         parameters=sum(parameter.size for parameter in config.parameters()),
-        active_parameters=config.active_parameters(),
+        active_parameters=active_parameters(config),
         rank_parameters=tuple(held),
-        flops_per_token=config.flops_per_token(training.sequence_length),
+        flops_per_token=flops_per_token(config, training.sequence_length),
         rank_weight_bytes=tuple(weights),
         rank_gradient_bytes=tuple(gradients),
         rank_optimizer_bytes=tuple(optimizer),

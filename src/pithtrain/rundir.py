@@ -473,6 +473,12 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
     return {key: leaf for name, inner in items for key, leaf in flatten(inner, f"{path}.{name}".lstrip(".")).items()}
 
 
+def saves_nothing(run: RunDir) -> bool:
+    """Whether its routing is forced, which no checkpoint may keep."""
+    text = run.spec_yaml.read_text(encoding="utf-8") if run.spec_yaml.exists() else ""
+    return "\n  force_load_balance: true\n" in text  # as `RunSpec.to_yaml` writes it; a torn file says nothing
+
+
 def spec_difference(old_yaml: str, new_yaml: str) -> list[str]:
     """`path: old -> new` for every key in which two resolved specs differ."""
     old, new = flatten(yaml.safe_load(old_yaml)), flatten(yaml.safe_load(new_yaml))

@@ -170,11 +170,13 @@ def _tensors(tensors: dict[str, dict[str, Any]]) -> Table:
     table = Table("parameter", "shape", "type", *(f"norm of {kind}" for kind in kinds), box=None, pad_edge=False)
     names = [key.partition("/")[2] for key in tensors if key.startswith("master/")]
     for name in names:
-        of = [tensors[f"{kind}/{name}"] for kind in kinds]
-        table.add_row(name, Text(str(of[0]["shape"])), of[0]["dtype"], *(f"{one['norm']:.6g}" for one in of))
+        of = [tensors.get(f"{kind}/{name}") for kind in kinds]  # what follows expert load has no moments
+        master = tensors[f"master/{name}"]
+        norms = (f"{one['norm']:.6g}" if one else "" for one in of)
+        table.add_row(name, Text(str(master["shape"])), master["dtype"], *norms)
     count = sum(math.prod(tensors[f"master/{name}"]["shape"]) for name in names)
-    norms = [math.hypot(*(tensors[f"{kind}/{name}"]["norm"] for name in names)) for kind in kinds]
-    table.add_row(f"{len(names)} parameters", f"{count:,}", "", *(f"{norm:.6g}" for norm in norms))
+    of_kind = ((one["norm"] for key, one in tensors.items() if key.startswith(f"{kind}/")) for kind in kinds)
+    table.add_row(f"{len(names)} parameters", f"{count:,}", "", *(f"{math.hypot(*norms):.6g}" for norms in of_kind))
     return table
 
 

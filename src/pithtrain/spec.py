@@ -32,7 +32,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 import pydantic
 import yaml
@@ -169,13 +169,15 @@ class LrSchedulerSection(Strict):
 class MoeSection(Strict):
     """Routing: balance, and how tokens travel to experts."""
 
-    load_balance_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = _later(
-        "none", "set of tokens over which expert shares are counted", "aux_loss"
+    load_balance_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = _key(
+        "none", "tokens over which shares are counted: a micro-batch, a sequence, the global batch of the step before"
     )
     aux_loss_coef: Coefficient = _key(0.0, "of a loss that is 1 per layer when balanced")
-    z_loss_coef: Coefficient = _later(0.0, "of the router's log partition function squared")
-    bias_update_rate: Coefficient = _later(0.0, "per step, of the selection bias")
-    force_load_balance: bool = _later(False, "tokens go round robin: for speed measurements only")
+    z_loss_coef: Coefficient = _key(0.0, "of the router's log partition function squared, a layer")
+    bias_update_rate: Coefficient = _key(
+        0.0, "what a step adds to or takes from each selection bias, of scores below 1; 0.001 is usual", lt=1
+    )
+    force_load_balance: bool = _key(False, "tokens go round robin, for speed measurements only: no checkpoints")
     dispatch: Literal["dedup", "plain"] = _key("dedup", "a token travels once per rank; plain: once per expert")
     transport: Literal["nccl", "symmetric"] = _later("nccl", "symmetric: NVLink copy engines")
 
@@ -257,6 +259,9 @@ class LoggingSection(Strict):
     """What is told while it runs."""
 
     interval: Positive = _key(1, "steps between lines")
+    expert_load_interval: Positive | None = _key(
+        100, "steps between lines that hold the load of every expert of every layer too; null: none does"
+    )
     wandb: WandbSection = _key(WandbSection(), "Weights & Biases")
 
 
@@ -431,7 +436,7 @@ def _check_batch(parallelism: ParallelismSection, slurm: SlurmSection, training:
 def _check_experts(parallelism: ParallelismSection, model: ModelSection) -> Problems:
     experts, ep = model.config.num_experts, parallelism.expert_parallel_size
     if experts % ep:
-        rule = f"must divide model.num_experts {experts}: every rank holds the same number of experts"
+        rule = f"must divide the model's {experts} experts: every rank holds the same number of them"
         fits = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
         yield Problem("parallelism.expert_parallel_size", ep, rule, f"{fits} work")
 
@@ -482,6 +487,26 @@ def _check_moe(moe: MoeSection) -> Problems:
         )
         on = f"load_balance_type: {kind} needs a coefficient above 0", "0.001 is usual"
         yield Problem("moe.aux_loss_coef", coef, *(off if coef else on))
+
+
+def _check_balance(moe: MoeSection, model: ModelSection) -> Problems:
+    config = model.config
+    if not any(config.is_moe(layer) for layer in range(config.num_hidden_layers)):
+        for key in ("load_balance_type", "aux_loss_coef", "z_loss_coef", "bias_update_rate", "force_load_balance"):
+            off = MoeSection.model_fields[key].default
+            if (value := getattr(moe, key)) != off:
+                rule = "has no effect: no layer of this model has experts"
+                yield Problem(f"moe.{key}", value, rule, f"set it to {show(off)}")
+    elif moe.bias_update_rate and all(info.update != "load" for info in model.config.parameters()):
+        rule = "needs a router with a selection bias, and this model has none"
+        hint = "set it to 0 and balance with moe.load_balance_type, or take a model whose router has one"
+        yield Problem("moe.bias_update_rate", moe.bias_update_rate, rule, hint)
+
+
+def _check_forced(moe: MoeSection, checkpoint: CheckpointSection) -> Problems:
+    if moe.force_load_balance and checkpoint.export_hf is not None:  # the run warns that it saves nothing either
+        rule = "has no effect with moe.force_load_balance: true: its weights are worth nothing and not saved"
+        yield Problem("checkpoint.export_hf", checkpoint.export_hf, rule, "set it to null")
 
 
 def _check_data(data: DataSection) -> Problems:
@@ -633,6 +658,8 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     checks += (
         _check_lr,
         _check_moe,
+        _check_balance,
+        _check_forced,
         _check_data,
         _check_checkpoint,
         _check_beginning,
@@ -734,8 +761,9 @@ def _fields(owner: type[Strict], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every key below a section, by its full path, and what it means."""
     for name, info in owner.model_fields.items():
         yield prefix + name, info.description or ""
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Strict):
-            yield from _fields(info.annotation, f"{prefix}{name}.")
+        for kind in get_args(info.annotation) if info.discriminator else (info.annotation,):
+            if isinstance(kind, type) and issubclass(kind, Strict):
+                yield from _fields(kind, f"{prefix}{name}.")
 
 
 def _suggest(path: str, known: Iterable[str]) -> str:
@@ -758,10 +786,15 @@ def _problem(detail: Any, prefix: str, known: Mapping[str, str]) -> Problem:
     value, kind, rule, hint = detail["input"], detail["type"], detail["msg"], ""
     for theirs, ours in _WORDS.items():
         rule = re.sub(theirs, ours, rule)
-    if kind == "missing":
+    if kind.startswith("union_tag"):  # of a mapping whose keys depend on one of them
+        path += f".{detail['ctx']['discriminator'][1:-1]}"
+        value, rule = detail["ctx"].get("tag", ABSENT), f"must be one of {detail['ctx'].get('expected_tags')}"
+    if kind in ("missing", "union_tag_not_found"):
         value, rule, hint = ABSENT, "missing", known.get(path, "")
     elif kind == "extra_forbidden":
         rule, hint = "is not a key", _suggest(path, known)
+        if path in known:
+            rule, hint = f"is a key of another kind of {path.split('.')[-2]}", ""
     elif kind == "string_pattern_mismatch":
         rule = f"is not of this form: {known[path]}"
     elif kind == "model_type" and "." not in path:
@@ -805,15 +838,20 @@ def read_model(value: object, known: dict[str, str] | None = None) -> ModelSecti
     owner = cast(type[Strict], config_class)
     known.update(_fields(owner, "model."))
     file = fields.pop("config_file", None)
-    if file is not None:  # what stands in the spec wins over it
-        fields = {**config_class.canonical(_read_file(Path(str(file)), "model.config_file")), **fields}
-    read = {key: item for key, item in fields.items() if key not in load_ignored(architecture)}
+    content = {} if file is None else _read_file(Path(str(file)), "model.config_file")
     try:
+        # what stands in the spec wins over the file
+        fields = config_class.canonical({**config_class.canonical(content), **fields})
+        read = {key: item for key, item in fields.items() if key not in load_ignored(architecture)}
         return ModelSection(architecture=architecture, config=cast(ModelConfig, owner.model_validate(read)))
     except SpecError as error:  # rules over several fields, paths relative to the model
         problems = [replace(problem, path=f"model.{problem.path}") for problem in error.problems]
     except ValidationError as error:
-        problems = [_problem(detail, "model.", known) for detail in error.errors(include_url=False)]
+        unions = [name for name, info in owner.model_fields.items() if info.discriminator]
+        problems: list[Problem] = []
+        for detail in error.errors(include_url=False):
+            key, *rest = detail["loc"]  # below a union pydantic puts the kind: rope_parameters.yarn.factor
+            problems.append(_problem({**detail, "loc": (key, *rest[key in unions :])}, "model.", known))
     raise SpecError(problems)
 
 

@@ -66,14 +66,16 @@ class Traffic:
 @dataclass
 class Stats:
     """Sums over the micro-batches of a step, on the device. loss: scaled, so a sum over ranks is the global mean.
-    balance_L and counts_LE by global layer index."""
+    balance_L, z_L and counts_LE by global layer index."""
 
     loss: Tensor
     balance_L: Tensor
+    z_L: Tensor
     counts_LE: Tensor
 
     def routed(self, layer: int, routing: Routing) -> None:
         self.balance_L[layer] += routing.balance
+        self.z_L[layer] += routing.z
         self.counts_LE[layer] += routing.counts_E
 
 
@@ -236,6 +238,7 @@ def new_stats(num_layers: int, num_experts: int, device: torch.device, dtype: to
     """Zeros. `dtype` is the accumulate dtype of the run."""
     return Stats(
         torch.zeros((), dtype=dtype, device=device),
+        torch.zeros(num_layers, dtype=dtype, device=device),
         torch.zeros(num_layers, dtype=dtype, device=device),
         torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device),
     )

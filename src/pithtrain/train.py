@@ -4,7 +4,8 @@
     loop    read a batch -> step -> log -> agree to stop or save -> save
     step    count the valid tokens of the global batch
             forwards and backwards (pipeline; gradients are reduced as their buckets fill)
-            gradient norm over all ranks
+            expert load of the global batch, gradient norm over all ranks
+            selection biases one step against that load
             clip and AdamW on the shards; all-gather the new weights (waited for when the next step begins)
 
 A step reads nothing back from the device but the row counts of each MoE layer where ep > 1 (`ops/dispatch`); the host
@@ -36,7 +37,8 @@ from pithtrain.catalog import Marker
 from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
 from pithtrain.data import Dataset
 from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
-from pithtrain.events import Events, Metrics
+from pithtrain.events import Events, Metrics, layer_load
+from pithtrain.models.contract import flops_per_token
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.pipeline import MicroBatch
@@ -47,12 +49,14 @@ from pithtrain.watch import Watch
 from pithtrain.world import Place, World, all_reduce_sum, connect
 
 RETRY_SAVE_S = 30.0  # between two tries of a save that could not be written
+NOTHING_SAVED = "nothing is saved: not at the end, not at a stop, not on request"
 BF16_PEAK_FLOPS = {"H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense, per device; MFU is quoted against it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step whose state is saved, and whether that was the last one asked for."""
+    """How a run ended: the last step whose state is saved, and whether that was the last one asked for. With forced
+    routing nothing is saved: the last step of a finished run, the first to go on from of one that was stopped."""
 
     step: int
     finished: bool
@@ -81,7 +85,7 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, watch: Watch) -> Outcome:
     with connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
         events = Events(run_dir, spec, place.attempt) if world.rank == 0 else None
         try:
-            outcome = _run(spec, run_dir, world, events, place.attempt, watch)
+            outcome = _run(spec, run_dir, world, events, watch)
             watch.ended(outcome.step, outcome.finished)
             world.barrier()  # no rank leaves before the marker is there
         except BaseException as error:
@@ -100,7 +104,7 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, watch: Watch) -> Outcome:
         return outcome
 
 
-def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, attempt: int, watch: Watch) -> Outcome:
+def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, watch: Watch) -> Outcome:
     training = spec.training
     report = preflight.look(world)
     if events is not None:
@@ -124,8 +128,11 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
             for decays in (True, False)
         )
         events.event("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
+        if spec.moe.force_load_balance:
+            events.event("warning", message=f"moe.force_load_balance: tokens go round robin, so {NOTHING_SAVED}")
 
-    meter = _Meter(skips=torch.zeros(2, device=world.device))
+    z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
+    meter = _Meter(torch.zeros(2, device=world.device), z_L)
     keys = spec.checkpoint
     saver = Saver(
         run_dir.checkpoints,
@@ -136,10 +143,11 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
         keep_last=keys.keep_last,
         keep_interval=keys.keep_interval,
     )
-    saves = _Saves(spec, saver, world, events, watch, meter, position.step)
+    saves = _Saves(spec, engine, saver, events, watch, meter, position.step)
     stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
     if not stop and position.step < training.max_steps:
-        saver.prepare()
+        if not spec.moe.force_load_balance:
+            saver.prepare()
         watch.enter("first_step", position.step)
     meter.restart()
     while position.step < training.max_steps and not stop:
@@ -153,7 +161,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
         result = train_step(engine, spec, batches, lr)
         tokens = training.global_batch_size * training.sequence_length
         position = Position(step, position.samples + training.global_batch_size, position.tokens + tokens)
-        meter.stepped(step, result.skipped)
+        meter.stepped(step, result)
 
         stop, requested, writing = agreed()
         last = stop or step == training.max_steps
@@ -164,16 +172,17 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
             count, first = meter.skips.tolist()
             saves.step_s = (time.perf_counter() - meter.since) / meter.steps
             if log_due or count:
-                line = _metrics(spec, world, attempt, meter, position, lr, result)
+                _log(spec, world, events, meter, position, lr, result)
                 meter.restart()
-                if events is not None:
-                    events.metrics(line)
             if count:
                 saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
+                forced = spec.moe.force_load_balance
+                kept, then = (NOTHING_SAVED, "start again") if forced else (f"step {step} is saved", "resume")
                 raise NotFiniteError(
-                    f"the gradient norm was not finite at step {first:.0f}, and at {count:.0f} of the steps up to "
-                    f"{step}; those updates were left out and step {step} is saved. guards.non_finite is "
-                    f"{spec.guards.non_finite!r}: lower optimizer.lr or look at the data of that step, then resume"
+                    f"the gradient norm was not finite at step {first:.0f}{_first_bad_router(meter.z_L, world)}, and "
+                    f"at {count:.0f} of the steps up to {step}; those updates were left out and {kept}. "
+                    f"guards.non_finite is {spec.guards.non_finite!r}: lower optimizer.lr or look at the data of that "
+                    f"step, then {then}"
                 )
         if save_due:
             saves.save(position, bool(requested), bool(last))
@@ -186,7 +195,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, at
     finished = position.step >= training.max_steps
     if finished and spec.checkpoint.export_hf == "final":
         _export(spec, run_dir, world, events, watch, position.step)
-    return Outcome(saves.step, finished)
+    return Outcome(position.step if finished else saves.step, finished)
 
 
 @dataclass
@@ -198,8 +207,8 @@ class _Saves:
     """
 
     spec: RunSpec
+    engine: Engine
     saver: Saver
-    world: World
     events: Events | None
     watch: Watch
     meter: "_Meter"
@@ -210,8 +219,12 @@ class _Saves:
 
     def save(self, position: Position, requested: bool = False, last: bool = False) -> None:
         """Begin a save; it is on the disk when this returns if it is synchronous, or `last` whatever the spec says.
-        Raises SaveError when it could not be written for `save_timeout_s`."""
-        limit = self.spec.distributed.save_timeout_s
+        Raises SaveError when it could not be written for `save_timeout_s`. With forced routing it does nothing."""
+        if self.spec.moe.force_load_balance:
+            self.watch.saved()  # or one that is asked for would be due at every step
+            return
+        world, limit = self.engine.world, self.spec.distributed.save_timeout_s
+        counts = all_reduce_sum(self.engine.balance.counts_LE.clone(), world.pp_group).tolist()  # of all stages
         deadline = time.monotonic() + limit
         while True:
             begin = time.perf_counter()
@@ -220,12 +233,12 @@ class _Saves:
                 self._settle()  # the one before
                 self.watch.enter("save", position.step)  # the limit is that of one save
                 self.requested = self.requested or requested
-                self.saver.save(position)
+                self.saver.save(position, counts)
                 if last or not self.saver.asynchronous:
                     self._settle()
                 return
             except SaveError as error:
-                if not self.world.from_rank_zero(time.monotonic() < deadline):
+                if not world.from_rank_zero(time.monotonic() < deadline):
                     raise
                 self._tell(position, error)
                 time.sleep(min(RETRY_SAVE_S, limit / 10))
@@ -311,8 +324,10 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
     stats = new_stats(config.num_hidden_layers, config.num_experts, world.device, accumulate_dtype(engine.dtype))
     zero.begin_step(spec.num_micro_batches)
     engine.pipeline.step(batches, loss_scale(batches, engine), stats)
-    norm = zero.grad_norm()
-    skipped = zero.update(engine.adam, lr, norm, spec.training.max_grad_norm)
+    counts_LE = all_reduce_sum(stats.counts_LE.clone(), world.dense_group)  # integers: alike on every mesh
+    norm = zero.grad_norm(0 * stats.z_L.sum())  # NaN if a router's logits were not finite: gradients need not show it
+    skipped = zero.update(engine.adam, lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate)
+    engine.balance.counts_LE.copy_(torch.where(skipped > 0, engine.balance.counts_LE, counts_LE))
     return StepResult(stats, norm, skipped)
 
 
@@ -378,6 +393,11 @@ def _resume(
 
     def choose() -> list[Path]:
         found = catalog.complete(run_dir.checkpoints, report)  # its own progress wins: a requeue goes on
+        if found and spec.moe.force_load_balance:
+            raise CheckpointError(
+                f"{run_dir.checkpoints} holds the state of a real training, which moe.force_load_balance would leave "
+                "behind unsaved: measure in a run of its own"
+            )
         if found:
             return found
         saved = [row["step"] for row in read_lines(run_dir.events) if row["event"] == "saved"]
@@ -413,6 +433,9 @@ def _resume(
                 raise
             report(f"{error}; the one before is taken")
             continue
+        if counts := content.get("expert_counts"):
+            own = [[n * (layer in engine.layers) for n in row] for layer, row in enumerate(counts)]
+            engine.balance.counts_LE.copy_(torch.tensor(own))
         if events is not None:
             events.event("resumed", step=position.step, path=str(path))
             for key, theirs, ours in catalog.differences("data", content["data"], about["data"]):
@@ -453,9 +476,10 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
 @dataclass
 class _Meter:
     """What adds up: clocks between two log lines, on the host; skipped steps since the start, on the device: how many,
-    and which was the first."""
+    and which was the first, with the z of its routers on this rank."""
 
     skips: Tensor
+    z_L: Tensor
     since: float = 0.0
     steps: int = 0
     data_wait_s: float = 0.0
@@ -468,34 +492,51 @@ class _Meter:
         self.stall_s += seconds
         self.since += seconds  # the step rate is that of steps; the stall has a key of its own
 
-    def stepped(self, step: int, skipped: Tensor) -> None:
+    def stepped(self, step: int, result: StepResult) -> None:
         self.steps += 1
         count, first = self.skips
-        self.skips = torch.stack((count + skipped, torch.where((skipped > 0) & (count == 0), step, first)))
+        is_first = (result.skipped > 0) & (count == 0)
+        self.skips = torch.stack((count + result.skipped, torch.where(is_first, step, first)))
+        self.z_L = torch.where(is_first, result.stats.z_L, self.z_L)
 
 
-def _metrics(
-    spec: RunSpec, world: World, attempt: int, meter: _Meter, position: Position, lr: float, result: StepResult
-) -> Metrics:
-    """The line of a step; a collective of all ranks that waits for the device."""
+def _first_bad_router(z_L: Tensor, world: World) -> str:
+    """Where router logits were first not finite, in words; "" where all were. A collective of all ranks."""
+    found = world.to_rank_zero(z_L.isfinite().logical_not().nonzero().flatten().tolist())
+    layer = min((layer for layers in found for layer in layers), default=None)
+    ranks = ", ".join(str(rank) for rank, layers in enumerate(found) if layer in layers)
+    return world.from_rank_zero("" if layer is None else f" (non-finite router logits, layer {layer}, rank {ranks})")
+
+
+def _log(
+    spec: RunSpec, world: World, events: Events | None, meter: _Meter, position: Position, lr: float, result: StepResult
+) -> None:
+    """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
     config, training = spec.model.config, spec.training
     stats, layers = result.stats, config.num_hidden_layers
-    packed = torch.cat((stats.loss.view(1), stats.balance_L, stats.counts_LE.flatten())).to(torch.float64)
-    loss, *rest = world.sum(packed).tolist()
+    sums = stats.loss.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
+    total = world.sum(torch.cat([each.to(torch.float64) for each in sums]))
+    if events is None:
+        return
+    loss, *rest = total.tolist()
     elapsed = time.perf_counter() - meter.since
     moe = [layer for layer in range(layers) if config.is_moe(layer)]
-    counts = [rest[layers + layer * config.num_experts :][: config.num_experts] for layer in moe]
+    first_count, experts = 2 * layers, config.num_experts
+    loads = [layer_load(layer, [int(n) for n in rest[first_count + layer * experts :][:experts]]) for layer in moe]
+    every = spec.logging.expert_load_interval
+    line_before = (position.step - 1) // spec.logging.interval * spec.logging.interval  # whether we wrote it or not
+    whole = every is not None and position.step // every > line_before // every
     balanced = bool(moe) and spec.moe.load_balance_type != "none"
     tokens_per_step = training.global_batch_size * training.sequence_length
     rate = meter.steps * tokens_per_step / elapsed
-    flops = rate * config.flops_per_token(training.sequence_length) / world.mesh.size
+    flops = rate * flops_per_token(config, training.sequence_length) / world.mesh.size
     peak = _peak_flops(world.device)
-    return Metrics(
+    line = Metrics(
         step=position.step,
         tokens_seen=position.tokens,
         loss=loss,
         aux_loss=sum(rest[layer] for layer in moe) / len(moe) if balanced else None,
-        router_z_loss=None,
+        router_z_loss=sum(rest[layers + layer] for layer in moe) / len(moe) if moe and spec.moe.z_loss_coef else None,
         head_z_loss=None,
         lr=lr,
         grad_norm=result.norm.item(),
@@ -506,9 +547,14 @@ def _metrics(
         memory_peak_gib=_memory_peak_gib(world.device),
         data_wait_s=meter.data_wait_s / meter.steps,
         checkpoint_stall_s=meter.stall_s,
-        expert_load_max_over_mean=max((max(c) * len(c) / sum(c) for c in counts), default=None),
-        attempt=attempt,
+        expert_load_max_over_mean=max((load["max_over_mean"] for load in loads), default=None),
+        expert_load_entropy=min((load["entropy"] for load in loads), default=None),
+        dead_experts=sum(load["dead"] for load in loads) if moe else None,
+        force_load_balance=spec.moe.force_load_balance or None,
+        attempt=events.attempt,
+        expert_load=loads if whole else None,
     )
+    events.metrics(line)
 
 
 def _peak_flops(device: torch.device) -> float | None:

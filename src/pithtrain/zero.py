@@ -13,6 +13,9 @@ DTensor's Shard(0). Buffers have n * chunk rows and are used through a view of t
 collectives need no packing. Worked example, 10 rows on n = 4: chunks of 3, shards of 3, 3, 3, 1 rows, buffers of 12.
 
 Gradients are *summed*; the loss carried 1 / (valid tokens of the global batch), and nothing else scales them.
+
+A parameter of update "load" (a router's selection bias) has a master and a weight alone: no gradient, no moments, no
+bucket, no part in the norm, no decay. `update` moves it by the expert load of the whole global batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,11 +29,13 @@ from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import Parameter
 from pithtrain.ops.linear import Weight, accumulate_dtype
+from pithtrain.ops.router import bias_step
 from pithtrain.world import World, all_gather, reduce_scatter
 
 
 class Sharded:
-    """One parameter on this rank: whole weight and main gradient, and this rank's shard of everything else."""
+    """One parameter on this rank: whole weight and main gradient, and this rank's shard of everything else. Without
+    gradient (update "load") main gradient and moments have no rows."""
 
     def __init__(self, info: Parameter, world: World, dtype: torch.dtype):
         """Allocates; every value is zero until `build` initialises the master or a checkpoint is loaded."""
@@ -48,13 +53,15 @@ class Sharded:
         device = world.device
         padded = (self.parts * self.shard_rows, *flat[1:])
         self._data = torch.zeros(padded, dtype=wide if info.fp32 else dtype, device=device)
-        self._grad = torch.zeros(padded, dtype=wide, device=device)
-        self.weight = Weight(info.name, self._data[: self.rows].view(shape), self._grad[: self.rows].view(shape))
+        trained = info.update == "gradient"
+        self._grad = torch.zeros(padded if trained else (0,), dtype=wide, device=device)
+        main_grad = self._grad[: self.rows].view(shape) if trained else self._grad
+        self.weight = Weight(info.name, self._data[: self.rows].view(shape), main_grad)
         own = min(max(self.rows - self.part * self.shard_rows, 0), self.shard_rows)  # 0: more ranks than chunks
         self._masters = torch.zeros(self.shard_rows, *flat[1:], dtype=wide, device=device)
         self.master = self._masters[:own]
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.exp_avg = torch.zeros_like(self.master if trained else self.master[:0])
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.step = torch.zeros((), dtype=torch.float32, device=device)
 
     def _own(self, whole: Tensor) -> Tensor:
@@ -127,7 +134,8 @@ class Zero:
         self.sharded = {info.name: Sharded(info, world, dtype) for info in table}
         self._world = world
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
-        for one in self.sharded.values():
+        self._trained = [one for one in self.sharded.values() if one.info.update == "gradient"]
+        for one in self._trained:
             groups.setdefault(_bucket_key(one.info), []).append(one)
         self._buckets = [
             Bucket(members, sum(2 if one.info.name == tied else 1 for one in members)) for members in groups.values()
@@ -149,25 +157,29 @@ class Zero:
         _wait(self._publishing)
         self._publishing = []
 
-    def grad_norm(self) -> Tensor:
-        """Global 2-norm of the gradient over all parameters of all ranks, a device scalar; waits for the reductions."""
+    def grad_norm(self, flaw: Tensor | float = 0.0) -> Tensor:
+        """Global 2-norm of the gradient over all parameters of all ranks, a device scalar; waits for the reductions.
+        `flaw`: 0, or NaN where this rank has seen what must not be trained on: then the norm is NaN on every rank."""
         for bucket in self._buckets:
             bucket.wait()
-        shards = [one.grad for one in self.sharded.values()]
+        shards = [one.grad for one in self._trained]
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if total.is_cuda and shards:
             total += get_total_norm(shards).to(torch.float64).square()
         else:  # torch's sum of squares on a CPU runs in fp32 from end to end: 8e-5 off at 4 M elements
             total += sum(torch.linalg.vector_norm(shard, dtype=torch.float64).square() for shard in shards)
-        return self._world.sum(total).sqrt()
+        return self._world.sum(total + flaw).sqrt()
 
-    def update(self, adam: AdamW, lr: float, norm: Tensor, max_norm: float | None) -> Tensor:
-        """One AdamW step with clip by the global norm; skipped on every rank if the norm is not finite. Starts the
-        all-gather of the new weights. -> 1.0 where skipped, a device scalar."""
+    def update(
+        self, adam: AdamW, lr: float, norm: Tensor, max_norm: float | None, counts_LE: Tensor, bias_rate: float
+    ) -> Tensor:
+        """One AdamW step with clip by the global norm, and one of the selection biases by `bias_rate` against
+        `counts_LE`, slots per expert in the whole global batch by global layer index; both skipped on every rank if the
+        norm is not finite. Starts the all-gather of the new weights. -> 1.0 where skipped, a device scalar."""
         skipped = norm.isfinite().logical_not().to(torch.float32)
         clip = (norm / max_norm).clamp(min=1.0) if max_norm is not None else torch.ones_like(norm)
         for decay in (True, False):
-            group = [one for one in self.sharded.values() if one.info.decay == decay]
+            group = [one for one in self._trained if one.info.decay == decay]
             if not group:
                 continue
             adamw(
@@ -188,6 +200,11 @@ class Zero:
                 eps=adam.eps,
                 maximize=False,
             )
+        for one in self.sharded.values():
+            if one.info.update == "load":
+                assert one.info.layer is not None, one.info.name
+                step_E = bias_step(counts_LE[one.info.layer], bias_rate) * (1 - skipped)
+                one.master += step_E[one.first_row :][: len(one.master)]
         self._updates += 1 - skipped
         self.publish()
         return skipped

@@ -7,14 +7,25 @@ else knows of it. There is no table to add to. This page holds
 - `ModelModule`, what `model.py` defines, and `Layer`, what it builds;
 - `Parameter`, a row of that table: build allocates and initialises from it, zero shards by it, checkpoint names by it;
 - `HfTensor`, a tensor of a Hugging Face file and its place among our parameters: convert reads and writes by it;
-- `Strict`, `Integer`, `Positive` and `only`, the rules by which text becomes a `Config` (and a section of the spec);
-- `load_config` and `load_model`, which import the folder. `load_model` is the one function here that loads torch.
+- what tables are written with: `matrix`, `vector`, `linear` and `mlp` for the rows of a layer, `whole_table` for those
+  around them; `per_expert` and `usual_files` for `hf_tensors()`;
+- FLOPs of any model, from the numbers of its layers: `causal_keys`, `layer_flops`, `head_flops`, `flops_per_token`;
+  and `active_parameters`;
+- `Strict`, `Integer`, `Positive`, `only`, `PlainRope` and `check`, the rules by which text becomes a `Config` (and a
+  section of the spec); `rename`, `one_rope` and `put`, with which `canonical` reads other spellings; `NO_EFFECT`, the
+  fields that no family reads;
+- `load_config`, `load_ignored` and `load_model`, which import a folder, and `architectures` and `architecture_of`,
+  which find one. `load_model` is the one function here that loads torch.
 
 A `config.py` defines
     Config   a frozen `Strict` model whose fields carry the Hugging Face names and which satisfies `ModelConfig`;
-             rules over several fields raise `SpecError` with one `Problem` per broken rule, paths relative to the model
-    IGNORED  {HF field: why it has no effect here}; a field that is neither in Config nor here is refused
+             `model_type` is a Literal of all that the folder is for; rules over several fields raise `SpecError` with
+             one `Problem` per broken rule, paths relative to the model
+    IGNORED  {HF field: why it has no effect here}, with `NO_EFFECT` for the fields of every family; a field that is
+             neither in Config nor here is refused
     TINY     a Config of a few thousand parameters for tests
+    VARIANTS {what is different: HF fields}: changes of TINY that together give every field that the forward reads
+             another value; each is held against transformers
 
 Worked example: the rows of expert weights are whole (every expert), a rank of `ep` ranks holds `shape[0] / ep` of them.
 
@@ -27,11 +38,12 @@ import importlib.machinery
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -58,6 +70,7 @@ class Parameter:
     layer: int | None  # None: embedding, final norm, head
     decay: bool  # weight decay applies: matrices only
     fp32: bool  # kept in fp32 in compute: 1-D parameters and the router
+    update: Literal["gradient", "load"] = "gradient"  # load: no gradient; a selection bias that follows expert load
 
     @property
     def size(self) -> int:
@@ -72,8 +85,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of a Hugging Face file: which rows of which stored parameter it is. Values are never permuted; a family
-    whose files hold them transposed or interleaved adds a field for that here.
+    """A tensor of a Hugging Face file: which rows of which stored parameter it is, and how its values lie in the file.
 
     Worked example, the up half (16 rows) of expert 3 of [E, 2I, H] = [8, 32, 64], beginning at row 3 * 32 + 16:
 
@@ -85,6 +97,76 @@ class HfTensor:
     parameter: str  # canonical
     row: int = 0  # its first row in `Parameter.stored_shape`; the rows that follow are as many as its elements fill
     copy: bool = False  # a second copy that some writers add: never written, may be missing, must hold equal values
+    transposed: bool = False  # [E, in, out] in the file
+    interleaved: bool = False  # gate and up alternate along `out` in the file; ours holds all of gate, then all of up
+    mxfp4: bool = False  # a file may hold NAME_blocks and NAME_scales, [E, out, in] in 4 bits: read, never written
+
+
+def _kind(name: str) -> Literal["dense", "expert"]:
+    return "expert" if ".experts." in name else "dense"
+
+
+def matrix(name: str, shape: tuple[int, ...], std: float, layer: int | None, fp32: bool = False) -> Parameter:
+    """A row for a matrix; one with `.experts.` in its name is the experts' own, stacked."""
+    return Parameter(name, shape, _kind(name), "normal", std, layer, decay=True, fp32=fp32)
+
+
+def vector(name: str, shape: tuple[int, ...], init: Literal["ones", "zeros"], layer: int | None) -> Parameter:
+    """A row for a norm's gain (ones) or a bias (zeros), one per expert too: fp32, no weight decay."""
+    return Parameter(name, shape, _kind(name), init, 0.0, layer, decay=False, fp32=True)
+
+
+def linear(
+    name: str, shape: tuple[int, int], std: float, layer: int, *, bias: bool, fp32: bool = False
+) -> Iterator[Parameter]:
+    """Rows of `x W^T (+ b)`: NAME.weight [out, in] and, with `bias`, NAME.bias [out]."""
+    yield matrix(f"{name}.weight", shape, std, layer, fp32)
+    if bias:
+        yield vector(f"{name}.bias", shape[:1], "zeros", layer)
+
+
+def mlp(name: str, hidden: int, width: int, std: float, layer: int, *, bias: bool = False) -> Iterator[Parameter]:
+    """Rows of a dense SwiGLU: NAME.gate_proj and NAME.up_proj [width, H], NAME.down_proj [H, width]."""
+    for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+        yield from linear(f"{name}.{part}_proj", shape, std, layer, bias=bias)
+
+
+def whole_table(config: "ModelConfig", std: float, rows: Callable[[int], Iterable[Parameter]]) -> tuple[Parameter, ...]:
+    """`rows(layer)` of every layer between those that all models have: the embedding before them, the last norm and
+    the head behind. A tied head is the embedding and has no row."""
+    words = (config.vocab_size, config.hidden_size)
+    table = [matrix("model.embed_tokens.weight", words, std, None)]
+    for layer in range(config.num_hidden_layers):
+        table.extend(rows(layer))
+    table.append(vector("model.norm.weight", words[1:], "ones", None))
+    if not config.tie_word_embeddings:
+        table.append(matrix("lm_head.weight", words, std, None))
+    return tuple(table)
+
+
+def per_expert(info: Parameter) -> Iterator[HfTensor]:
+    """`experts.gate_up_proj` and `experts.down_proj` as most families publish them: one [out, in] matrix per expert and
+    projection, `experts.3.up_proj.weight`."""
+    experts, out, width = info.shape
+    prefix, _, name = info.name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    height = out // len(parts)
+    for expert in range(experts):
+        for place, part in enumerate(parts):
+            row = expert * out + place * height
+            yield HfTensor(f"{prefix}.{expert}.{part}.weight", (height, width), info.name, row)
+
+
+def usual_files(
+    config: "ModelConfig", experts: Callable[[Parameter], Iterable[HfTensor]] = per_expert
+) -> tuple[HfTensor, ...]:
+    """Dense parameters as they are here, those of kind "expert" by `experts`; a tied head may be there as a copy."""
+    rows: list[HfTensor] = []
+    for info in config.parameters():
+        rows.extend(experts(info) if info.kind == "expert" else [HfTensor(info.name, info.shape, info.name)])
+    if config.tie_word_embeddings:
+        rows.append(replace(rows[0], name="lm_head.weight", copy=True))
+    return tuple(rows)
 
 
 class ModelConfig(Protocol):
@@ -109,7 +191,8 @@ class ModelConfig(Protocol):
 
     @classmethod
     def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
-        """HF fields under the names that this class has, whatever version of the format wrote them."""
+        """HF fields under the names that this class has, whatever version of the format wrote them; others stay.
+        Raises SpecError where two spellings of one field contradict each other."""
         ...
 
     def is_moe(self, layer: int) -> bool:
@@ -129,21 +212,44 @@ class ModelConfig(Protocol):
         """`config.json` without `dtype`: every field that the forward reads is there, whatever HF's defaults are."""
         ...
 
-    def active_parameters(self) -> int:
-        """Weights that one token meets in matrix products (the head, not the embedding's lookup)."""
+    def linear_weights(self, layer: int) -> int:
+        """Weights of one layer that a token meets in matrix products: k of the E experts."""
         ...
 
-    def layer_flops(self, layer: int, sequence_length: int) -> float:
-        """FLOPs per token of one layer, forward and backward, causal attention counted exactly."""
+    def attention_flops(self, layer: int, sequence_length: int) -> float:
+        """FLOPs per token of a layer's attention core, forward and backward: `6 heads (d_qk + d_v)` per key, and
+        `causal_keys` of them."""
         ...
 
-    def head_flops(self) -> float:
-        """FLOPs per token of the head, forward and backward."""
-        ...
 
-    def flops_per_token(self, sequence_length: int) -> float:
-        """The model's FLOPs per token, forward and backward, recomputation not counted."""
-        ...
+def causal_keys(sequence_length: int, window: int | None = None) -> float:
+    """Keys that a query sees, its own included, in the mean over a sequence; `window` ends there too."""
+    s = sequence_length
+    if window is None or window >= s:
+        return (s + 1) / 2
+    return (window * (window + 1) / 2 + (s - window) * window) / s
+
+
+def layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float:
+    """FLOPs per token of one layer, forward and backward; recomputation is not counted, here and below."""
+    return 6.0 * config.linear_weights(layer) + config.attention_flops(layer, sequence_length)
+
+
+def head_flops(config: ModelConfig) -> float:
+    """FLOPs per token of the head."""
+    return 6.0 * config.vocab_size * config.hidden_size
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs per token of the model."""
+    layers = (layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers))
+    return sum(layers) + head_flops(config)
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Weights that one token meets in matrix products: the head, not the embedding's lookup."""
+    layers = sum(config.linear_weights(layer) for layer in range(config.num_hidden_layers))
+    return layers + config.vocab_size * config.hidden_size
 
 
 @dataclass(frozen=True)
@@ -204,14 +310,97 @@ def only(allowed: object, why: str = "nothing else is built for this model") -> 
     return AfterValidator(check)
 
 
+def check(config: object, *rules: tuple[str, bool, str]) -> None:
+    """Rules over several fields: (the field that is to blame, whether the rule holds, the rule). Raises SpecError with
+    all that are broken."""
+    if broken := [Problem(path, attrgetter(path)(config), rule) for path, holds, rule in rules if not holds]:
+        raise SpecError(broken)
+
+
+class PlainRope(Strict):
+    """A rotary embedding without scaling."""
+
+    rope_type: Literal["default"] = Field(description="how the waves are scaled: not at all")
+    rope_theta: float = Field(gt=1, description="base of the rotation's wave lengths")
+
+
+def put(fields: dict[str, object], key: str, value: object, said: str, ours: str) -> None:
+    """`fields[key] = value`, given as `said`; what stands there already, as `ours`, must be the same."""
+    if fields.setdefault(key, value) != value:
+        raise SpecError([Problem(said, value, f"contradicts {ours} = {show(fields[key])}", "drop one of the two")])
+
+
+def rename(fields: dict[str, object], other: str, ours: str) -> None:
+    """A field that other versions of the format call `other`, moved. Raises SpecError where both stand and differ."""
+    if other in fields:
+        put(fields, ours, fields.pop(other), other, ours)
+
+
+def one_rope(fields: dict[str, object], theta_alone: bool = True) -> dict[str, object]:
+    """`rope_scaling` and `rope_theta`, which stood beside the other fields before transformers 5, moved into
+    `rope_parameters`, and `type` to `rope_type` there; a null is as good as absent. -> `rope_parameters`.
+
+    `theta_alone`: a base without either mapping means no scaling. Raises SpecError where two of them differ.
+    """
+    given = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name) is not None}
+    if not all(isinstance(values, dict) for values in given.values()):
+        return {}  # refused for its type
+    rope: dict[str, object] = {}
+    for name, values in (*given.items(), ("", {"rope_theta": fields.pop("rope_theta", None)})):
+        for key, value in cast("dict[str, object]", values).items():
+            ours = "rope_type" if key == "type" else key
+            if value is not None:
+                put(rope, ours, value, f"{name}.{key}".lstrip("."), f"rope_parameters.{ours}")
+    fields.pop("rope_scaling", None)
+    if rope:
+        rope |= {} if given or not theta_alone else {"rope_type": "default"}
+        fields["rope_parameters"] = rope
+    return rope
+
+
+NO_EFFECT = {
+    "architectures": "model.architecture names the code",
+    "transformers_version": "says who wrote the file",
+    "_name_or_path": "says where the file came from",
+    "dtype": "the compute type comes from training.compute_dtype",
+    "torch_dtype": "the compute type comes from training.compute_dtype",
+    "use_cache": "training keeps no key/value cache",
+    "bos_token_id": "special tokens come from the tokenizer",
+    "eos_token_id": "special tokens come from the tokenizer",
+    "pad_token_id": "the token corpus holds no padding",
+    "output_router_logits": "balance coefficients come from moe",
+    "router_aux_loss_coef": "balance coefficients come from moe",
+    "output_attentions": "what a forward returns is no matter of training",
+    "output_hidden_states": "what a forward returns is no matter of training",
+    "return_dict": "what a forward returns is no matter of training",
+    "id2label": "labels of a classifier",
+    "label2id": "labels of a classifier",
+    "problem_type": "labels of a classifier",
+    "chunk_size_feed_forward": "memory of inference",
+    "is_encoder_decoder": "the architecture is a decoder",
+}
+"""HF fields that a config.json of any family may hold, and why each changes nothing here."""
+
+
+def architectures() -> list[str]:
+    """The folders of this package, by name."""
+    return sorted(file.parent.name for file in Path(__file__).parent.glob("*/config.py"))
+
+
+def architecture_of(model_type: str) -> str:
+    """The folder that is for this `model_type`; where there is none the word itself, which `load_config` refuses."""
+    for folder in architectures():
+        if model_type in get_args(cast("type[Strict]", load_config(folder)).model_fields["model_type"].annotation):
+            return folder
+    return model_type
+
+
 def _part(architecture: str, part: Literal["config", "model"]) -> ModuleType:
     """Imports one file of a model's folder: by name from this package, by path (anything with a slash) from outside."""
     if "/" not in architecture:
-        here = Path(__file__).parent
-        folders = sorted(file.parent.name for file in here.glob("*/config.py"))
-        if architecture not in folders:
+        if architecture not in architectures():
             rule = "is no folder of pithtrain/models"
-            hint = f"have {', '.join(folders)}; a folder outside the package is given by its path, with a slash"
+            hint = f"have {', '.join(architectures())}; a folder outside the package is given by its path, with a slash"
             raise SpecError([Problem("model.architecture", architecture, rule, hint)])
         return importlib.import_module(f"pithtrain.models.{architecture}.{part}")
     folder = Path(architecture).resolve()

@@ -50,6 +50,14 @@ def add_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_
         add_weight_grad(main_ENK[e], dy_RN[start:end], x_RK[start:end])
 
 
+def add_grouped_sum(main_EN: Tensor, rows_RN: Tensor, ends_E: Tensor) -> None:
+    """main_grad[e] += the sum of expert e's rows, in main_grad's dtype and in the order of the rows: no atomics, and on
+    the device no host read. Experts without rows are left as they are."""
+    if rows_RN.shape[0]:
+        offsets, rows = F.pad(ends_E, (1, 0)), rows_RN.to(main_EN.dtype)
+        main_EN.add_(torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0))
+
+
 def _has_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 

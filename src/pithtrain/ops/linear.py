@@ -49,6 +49,14 @@ class Weight:
         self.contributed()
 
 
+def split(weights: Mapping[str, Weight], prefix: str) -> tuple[dict[str, Weight], dict[str, Weight]]:
+    """What a `Region` of the layer `prefix` takes: matrices with their biases, and vectors (gains, sinks). Names lose
+    `prefix` and `.weight`."""
+    own = {n.removeprefix(prefix).removesuffix(".weight"): w for n, w in weights.items() if n.startswith(prefix)}
+    vectors = {name: own.pop(name) for name, w in [*own.items()] if w.data.ndim == 1 and not name.endswith("bias")}
+    return own, vectors
+
+
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, tap: Tensor) -> Tensor:

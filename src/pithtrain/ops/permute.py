@@ -73,11 +73,13 @@ def plan_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int, dedup: bool
 class Slots:
     """The slots of a rank's rows in expert order.
 
-    row_R: the row of each slot. record_R: its flat place in the [U, q] records. slot_Uq: the inverse, -1 where a record
-    is padding. ends_E: int32 end offset of each local expert's block, as `grouped_mm` takes them.
+    row_R, expert_R: the row and the local expert of each slot. record_R: its flat place in the [U, q] records. slot_Uq:
+    the inverse, -1 where a record is padding. ends_E: int32 end offset of each local expert's block, as `grouped_mm`
+    takes them.
     """
 
     row_R: Tensor
+    expert_R: Tensor
     record_R: Tensor
     slot_Uq: Tensor
     ends_E: Tensor
@@ -88,14 +90,15 @@ def order_slots(local_Uq: Tensor, num_experts: int, num_slots: int) -> Slots:
     rows, per_row = local_Uq.shape
     flat = local_Uq.reshape(-1)
     key = torch.where(flat < 0, num_experts, flat)
-    order = key.sort(stable=True).indices
+    expert, order = key.sort(stable=True)
     record_R = order[:num_slots]
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
     slot_Uq = torch.where(flat < 0, -1, place).view(rows, per_row)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, key, torch.ones_like(key))
-    return Slots(record_R // per_row, record_R, slot_Uq, counts[:-1].cumsum(0).to(torch.int32))
+    ends_E = counts[:-1].cumsum(0).to(torch.int32)
+    return Slots(record_R // per_row, expert[:num_slots], record_R, slot_Uq, ends_E)
 
 
 def ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype) -> Tensor:

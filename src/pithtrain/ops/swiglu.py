@@ -1,13 +1,33 @@
-"""SwiGLU, with the routing weight folded in for routed experts.
+"""Gated activations, with the routing weight folded in for routed experts.
 
-act = silu(gate) * up;    a = w * act            (one rounding, after the weight)
-dgate = dact * up * (s + gate s (1 - s)),  s = sigmoid(gate);   dup = dact * silu(gate);   dw = <da, act>
+    g = min(gate, limit);  u = clamp(up, -limit, limit) + offset;  s = sigmoid(alpha g)
+    act = g s u;    a = w * act                                                   (one rounding, after the weight)
+    dgate = w da u (s + alpha g s (1 - s));   dup = w da g s;   dw = <da, act>
+
+beyond the limit dgate and dup are 0; at it they are not, as in the derivative of torch.clamp. SwiGLU has alpha = 1 and
+neither limit nor offset, and pays for neither.
 """
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pithtrain.ops.linear import accumulate_dtype
+
+
+@dataclass(frozen=True)
+class Glu:
+    """act = (up + offset) * gate * sigmoid(alpha * gate), of gate cut from above and up cut both ways at `limit`.
+    The defaults are SwiGLU; GPT-OSS has (1.702, 7.0, 1.0)."""
+
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+SILU = Glu()
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -16,22 +36,35 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
 
 
-def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """gate_up [R, 2I] (gate first), weight [R] fp32 -> w * silu(gate) * up, [R, I] in gate_up's dtype."""
-    gate, up = gate_up.to(weight.dtype).chunk(2, dim=-1)
-    return (weight[:, None] * (F.silu(gate) * up)).to(gate_up.dtype)
+def _factors(gate: Tensor, up: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
+    """(g, u) of the formula."""
+    if glu.limit is not None:
+        gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+    return gate, up + glu.offset if glu.offset else up
 
 
-def weighted_swiglu_backward(da: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """da [R, I] -> (d gate_up [R, 2I] in gate_up's dtype, d weight [R] fp32)."""
+def weighted_swiglu(gate_up: Tensor, weight: Tensor, glu: Glu = SILU, dtype: torch.dtype | None = None) -> Tensor:
+    """gate_up [R, 2I] (gate first), weight [R] fp32 -> w * act, [R, I] in `dtype`, or in gate_up's."""
     gate, up = gate_up.to(weight.dtype).chunk(2, dim=-1)
+    gate, up = _factors(gate, up, glu)
+    silu = F.silu(gate) if glu.alpha == 1 else gate * (glu.alpha * gate).sigmoid()
+    return (weight[:, None] * (silu * up)).to(dtype or gate_up.dtype)
+
+
+def weighted_swiglu_backward(da: Tensor, gate_up: Tensor, weight: Tensor, glu: Glu = SILU) -> tuple[Tensor, Tensor]:
+    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32)."""
+    raw_gate, raw_up = gate_up.to(weight.dtype).chunk(2, dim=-1)
+    gate, up = _factors(raw_gate, raw_up, glu)
+    dgate_up = da.new_empty(gate_up.shape)
+    dgate, dup = dgate_up.chunk(2, dim=-1)
     da = da.to(weight.dtype)
-    s = gate.sigmoid()
+    s = (gate if glu.alpha == 1 else glu.alpha * gate).sigmoid()
     silu = gate * s
     dweight = (da * silu * up).sum(-1)
     dact = weight[:, None] * da
-    dgate_up = gate_up.new_empty(gate_up.shape)
-    dgate, dup = dgate_up.chunk(2, dim=-1)
-    dgate.copy_(dact * up * (s + silu * (1 - s)))
+    dgate.copy_(dact * up * (s + silu * torch.rsub(s, glu.alpha, alpha=glu.alpha)))  # alpha - alpha s, in one pass
     dup.copy_(dact * silu)
+    if glu.limit is not None:
+        dgate.masked_fill_(raw_gate > glu.limit, 0)
+        dup.masked_fill_(raw_up.abs() > glu.limit, 0)
     return dgate_up, dweight

@@ -21,8 +21,9 @@ from pithtrain.models.contract import Layer
 from pithtrain.models.qwen3_moe.config import Config
 from pithtrain.ops.attention import attention
 from pithtrain.ops.experts import Experts
-from pithtrain.ops.linear import Linears, Region, Weight
-from pithtrain.ops.norm import rms_norm, rope_tables, rotate_halves
+from pithtrain.ops.linear import Linears, Region, Weight, split
+from pithtrain.ops.norm import rms_norm
+from pithtrain.ops.rope import rope_tables, rotate_halves
 from pithtrain.ops.router import Balance, Routing, route_softmax
 from pithtrain.ops.swiglu import swiglu
 
@@ -31,28 +32,26 @@ Vectors = Mapping[str, Tensor]
 
 def rope(config: Config, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Rotary tables of `length` positions, made once per run; `dtype` is the accumulate dtype."""
-    return rope_tables(config.head_dim, config.rope_theta, length, device, dtype)
+    return rope_tables(config.head_dim, config.rope_parameters.rope_theta, length, device, dtype)
 
 
 def build_layer(config: Config, index: int, weights: Mapping[str, Weight], tables: Tensor, balance: Balance) -> Layer:
     """Layer `index` over the weights of this rank, found by their canonical names."""
-    prefix = f"model.layers.{index}."
-    own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
-    vectors = {name.removesuffix(".weight"): w for name, w in own.items() if name.endswith("norm.weight")}
-    matrices = {name.removesuffix(".weight"): w for name, w in own.items() if not name.endswith("norm.weight")}
+    matrices, vectors = split(weights, f"model.layers.{index}.")
     if not config.is_moe(index):
         return Layer(index, Region(partial(_dense_layer, config, tables), matrices, vectors), None, None)
     experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
-    return Layer(index, Region(partial(_attend, config, tables, balance), matrices, vectors), None, experts)
+    return Layer(index, Region(partial(_attend, config, index, tables, balance), matrices, vectors), None, experts)
 
 
 def _attend(
-    config: Config, tables: Tensor, balance: Balance, lin: Linears, vectors: Vectors, h_BSH: Tensor
+    config: Config, layer: int, tables: Tensor, balance: Balance, lin: Linears, vectors: Vectors, h_BSH: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
     """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
     mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
-    weights_TK, routing = route_softmax(lin("mlp.gate", n), config.num_experts_per_tok, config.norm_topk_prob, balance)
+    k, normalize = config.num_experts_per_tok, config.norm_topk_prob
+    weights_TK, routing = route_softmax(lin("mlp.gate", n), k, normalize, 1.0, None, balance, layer)
     return (mid, n, weights_TK), routing
 
 

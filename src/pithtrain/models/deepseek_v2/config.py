@@ -1,0 +1,378 @@
+"""DeepSeek-V2 and V3 in numbers: Hugging Face fields, parameter table, FLOPs, a tiny size. No torch.
+
+Pre-norm blocks; multi-head latent attention (keys and values come from one narrow latent per token, the rotary part
+of the key is shared by all heads); a feed-forward of routed experts plus shared ones that every token visits, dense in
+the first layers. `model_type` decides the router: V2 a softmax, plain top-k or within the best groups; V3 a sigmoid
+whose choice, never its weights, is moved by a bias that follows the load.
+
+FLOPs per token count forward and backward, `6 * in * out` per matmul that the token visits, and attention's core as
+`6 * heads * (d_qk + d_v)` per visible key, causal. Worked example, DeepSeek-V2-Lite (27 layers, the first one dense,
+H 2048, 16 heads of 128 + 64 and 128, latent 512, 6 of 64 experts of 1408 and two shared, vocabulary 102400) at 4096:
+
+    attention  16*192 H + 576 H + 512*16*256 + 16*128 H =  13.8 M weights, core 6 * 16 * 320 * 2048.5 = 62.9 MFLOP
+    dense      3 * 10944 H                              =  67.2 M
+    MoE        (6 + 2) * 3 * 1408 H + 64 H              =  69.3 M
+    27 x (6 x 13.8 M + 62.9 M) + 6 x (67.2 M + 26 x 69.3 M) + 6 x 209.7 M (head) = 16.407 GFLOP; 15.71 B parameters,
+    of which 2.451 B meet a token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pithtrain.models.contract import (
+    NO_EFFECT,
+    HfTensor,
+    Integer,
+    Parameter,
+    PlainRope,
+    Positive,
+    Strict,
+    causal_keys,
+    check,
+    linear,
+    matrix,
+    mlp,
+    one_rope,
+    only,
+    rename,
+    usual_files,
+    vector,
+    whole_table,
+)
+
+
+class Yarn(Strict):
+    """YaRN (arXiv 2309.00071) on the `qk_rope_head_dim` part. Hugging Face and the published code read an absent or
+    zero mscale differently, so both are needed and above 0."""
+
+    rope_type: Literal["yarn"] = Field(description="how the waves are scaled")
+    rope_theta: float = Field(gt=1, description="base of the rotation's wave lengths")
+    factor: float = Field(ge=1, description="how many times longer than trained")
+    original_max_position_embeddings: Positive = Field(
+        description="tokens the frequencies were trained for; nothing else sets the ramp's ends"
+    )
+    beta_fast: float = Field(gt=0, description="turns from which a frequency stays")
+    beta_slow: float = Field(gt=0, description="turns up to which it is slowed by factor")
+    mscale: float = Field(gt=0, description="strength of the factor on cos and sin")
+    mscale_all_dim: float = Field(
+        gt=0, description="strength of the squared factor on the softmax scale, taken off cos and sin"
+    )
+
+
+ROUTERS = {
+    "deepseek_v2": ("softmax greedy", "softmax group_limited_greedy"),
+    "deepseek_v3": ("sigmoid noaux_tc",),
+}
+"""scoring_func and topk_method of each model_type."""
+
+
+class Config(Strict):
+    """The HF fields of DeepSeek-V2 and V3. Raises SpecError when fields contradict each other."""
+
+    model_type: Literal["deepseek_v2", "deepseek_v3"] = Field(description="HF's name; it decides the router")
+    vocab_size: Positive = Field(description="rows of the embedding and of the head")
+    hidden_size: Positive = Field(description="H, width of the residual stream")
+    num_hidden_layers: Positive = Field(le=256, description="L, number of blocks; the search for a cut ends at 256")
+    num_attention_heads: Positive = Field(description="heads")
+    num_key_value_heads: Positive | None = Field(default=None, description="as many as heads: the latent is shared")
+    q_lora_rank: Positive | None = Field(description="width of the query's latent; null: one matrix makes the queries")
+    kv_lora_rank: Positive = Field(description="width of the latent that keys and values come from")
+    qk_nope_head_dim: Positive = Field(description="width of a head's query and key without position")
+    qk_rope_head_dim: Positive = Field(description="width of the rotated part, even; the key's is shared by all heads")
+    v_head_dim: Positive = Field(description="width of a head's value")
+    attention_bias: bool = Field(description="biases on the query's and the key/value's down projection, and on o")
+    intermediate_size: Positive = Field(description="width of a dense feed-forward")
+    mlp_bias: bool = Field(
+        default=False, description="V2: biases in dense and shared feed-forwards; files leave it out"
+    )
+    moe_intermediate_size: Positive = Field(description="I, width of one expert")
+    n_routed_experts: Positive = Field(description="E, routed experts of an MoE layer")
+    n_shared_experts: Positive = Field(description="experts that every token visits, one matrix of this many times I")
+    num_experts_per_tok: Positive = Field(description="k, routed experts that a token visits")
+    first_k_dense_replace: Annotated[Integer, Field(ge=0)] = Field(description="layers at the start that are dense")
+    moe_layer_freq: Annotated[Integer, only(1)] = Field(default=1, description="every later layer has experts")
+    scoring_func: Literal["softmax", "sigmoid"] = Field(description="follows from model_type where it is left out")
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = Field(
+        description="how experts are chosen; noaux_tc follows from deepseek_v3 where it is left out"
+    )
+    n_group: Positive | None = Field(default=None, description="groups of experts; greedy reads none")
+    topk_group: Positive | None = Field(default=None, description="groups open to a token; greedy reads none")
+    norm_topk_prob: bool = Field(description="V3: whether the k routing weights are divided by their sum")
+    routed_scaling_factor: float = Field(gt=0, description="multiplies the routing weights at the end")
+    rms_norm_eps: float = Field(gt=0, description="epsilon of every norm, those of the latents included")
+    rope_parameters: PlainRope | Yarn = Field(
+        discriminator="rope_type", description="or rope_theta and rope_scaling beside the other fields"
+    )
+    rope_interleave: bool = Field(
+        default=True, description="rotated pairs are neighbours, as in every file without the field; V3 may say halves"
+    )
+    max_position_embeddings: Positive | None = Field(
+        default=None, description="longest sequence allowed, in tokens; a limit only"
+    )
+    tie_word_embeddings: bool = Field(description="whether the head is the embedding")
+    initializer_range: float = Field(gt=0, description="standard deviation of every matrix at the start")
+    hidden_act: Annotated[str, only("silu")] = Field(default="silu", description="activation of the gate")
+    attention_dropout: Annotated[float, only(0.0)] = Field(default=0.0, description="no dropout is built")
+    quantization_config: Annotated[
+        object, only(None, "fp8 files are not read: convert them to bf16, then take this field out of config.json")
+    ] = Field(default=None, description="of files in fp8")
+
+    @classmethod
+    def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
+        """`rope_theta`, alone or with `rope_scaling` = `rope_parameters`; `num_experts` or `num_local_experts` =
+        `n_routed_experts`; scoring_func, and V3's topk_method, by model_type where they are left out."""
+        fields = dict(fields)
+        one_rope(fields)
+        rename(fields, "num_experts", "n_routed_experts")
+        rename(fields, "num_local_experts", "n_routed_experts")
+        if fields.get("model_type") == "deepseek_v3":
+            fields = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", **fields}
+        if fields.get("model_type") == "deepseek_v2":
+            fields = {"scoring_func": "softmax", **fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rope, E, k, v3 = self.rope_parameters, self.n_routed_experts, self.num_experts_per_tok, self.sigmoid
+        heads, own = self.num_attention_heads, self.num_key_value_heads in (None, self.num_attention_heads)
+        ramp = rope.rope_type == "default" or rope.beta_fast >= rope.beta_slow
+        two_readings = "the published V2 code then leaves routed_scaling_factor out, transformers ignores the field"
+        router, built = f"{self.scoring_func} {self.topk_method}", ROUTERS[self.model_type]
+        greedy, num, kept = self.topk_method == "greedy", self.n_group or E + 1, self.topk_group or 0
+        size, least = E // num, 2 if v3 else 1
+        equal, open_ = E % num == 0 and size >= least, 0 < kept <= num and kept * size >= k
+        groups = f"must divide n_routed_experts = {E} into groups of at least {least}; 1 is one group"
+        left = f"must be at most n_group and leave num_experts_per_tok = {k} experts open"
+        check(
+            self,
+            ("num_key_value_heads", own, f"must be num_attention_heads = {heads}"),
+            ("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "must be even: the rotary embedding turns pairs"),
+            ("rope_parameters.beta_fast", ramp, "must not be below beta_slow"),
+            ("rope_interleave", v3 or self.rope_interleave, "deepseek_v2 rotates neighbours, whatever a file says"),
+            ("mlp_bias", not (v3 and self.mlp_bias), "deepseek_v3 has no such biases"),
+            ("num_experts_per_tok", k <= E, f"a token cannot visit more experts than n_routed_experts = {E}"),
+            ("norm_topk_prob", v3 or not self.norm_topk_prob, f"must be false for deepseek_v2: {two_readings}"),
+            ("topk_method", router in built, f"{self.model_type} has {' or '.join(built)}, not {router}"),
+            ("n_group", greedy or equal, groups),
+            ("topk_group", greedy or open_, left),
+        )
+        return self
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.n_routed_experts
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether the router is V3's."""
+        return self.model_type == "deepseek_v3"
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether this layer (from 0) has routed experts."""
+        return layer >= self.first_k_dense_replace
+
+    def _projections(self) -> Iterator[tuple[str, int, int, bool]]:
+        """Attention's matrices: name, out, in, whether attention_bias gives it a bias."""
+        H, heads = self.hidden_size, self.num_attention_heads
+        if self.q_lora_rank is None:
+            yield "q_proj", heads * self.qk_head_dim, H, False
+        else:
+            yield "q_a_proj", self.q_lora_rank, H, True
+            yield "q_b_proj", heads * self.qk_head_dim, self.q_lora_rank, False
+        yield "kv_a_proj_with_mqa", self.kv_lora_rank + self.qk_rope_head_dim, H, True
+        yield "kv_b_proj", heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank, False
+        yield "o_proj", H, heads * self.v_head_dim, True
+
+    def _layer_parameters(self, layer: int) -> Iterator[Parameter]:
+        H, E, I, std = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size, self.initializer_range  # noqa: E741
+        prefix = f"model.layers.{layer}"
+        yield vector(f"{prefix}.input_layernorm.weight", (H,), "ones", layer)
+        for name, out, width, biased in self._projections():
+            bias = biased and self.attention_bias
+            yield from linear(f"{prefix}.self_attn.{name}", (out, width), std, layer, bias=bias)
+        if self.q_lora_rank is not None:
+            yield vector(f"{prefix}.self_attn.q_a_layernorm.weight", (self.q_lora_rank,), "ones", layer)
+        yield vector(f"{prefix}.self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), "ones", layer)
+        yield vector(f"{prefix}.post_attention_layernorm.weight", (H,), "ones", layer)
+        if not self.is_moe(layer):
+            yield from mlp(f"{prefix}.mlp", H, self.intermediate_size, std, layer, bias=self.mlp_bias)
+            return
+        yield matrix(f"{prefix}.mlp.gate.weight", (E, H), std, layer, fp32=True)
+        if self.sigmoid:
+            yield replace(vector(f"{prefix}.mlp.gate.e_score_correction_bias", (E,), "zeros", layer), update="load")
+        yield matrix(f"{prefix}.mlp.experts.gate_up_proj", (E, 2 * I, H), std, layer)  # gate rows, then up
+        yield matrix(f"{prefix}.mlp.experts.down_proj", (E, H, I), std, layer)
+        yield from mlp(f"{prefix}.mlp.shared_experts", H, self.n_shared_experts * I, std, layer, bias=self.mlp_bias)
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Every parameter once, under its canonical name."""
+        return whole_table(self, self.initializer_range, self._layer_parameters)
+
+    def hf_tensors(self) -> tuple[HfTensor, ...]:
+        """As the family is published: one matrix per expert and projection, the shared experts one MLP, out x in and
+        rotated pairs as ours."""
+        return usual_files(self)
+
+    def hf_config(self) -> dict[str, object]:
+        """Every field of ours, null too where HF's default is a number; rope under its old names too, for the published
+        code and readers before transformers 5; no multi-token prediction layers."""
+        fields = self.model_dump(mode="json", exclude_none=True)
+        rope = fields["rope_parameters"]
+        if rope["rope_type"] != "default":
+            fields["rope_scaling"] = rope | {"type": rope["rope_type"]}
+            fields["rope_parameters"] = fields["rope_scaling"]  # transformers 5 takes the one for the other
+        return {
+            "architectures": [f"DeepseekV{3 if self.sigmoid else 2}ForCausalLM"],
+            **fields,
+            "num_key_value_heads": self.num_attention_heads,
+            "q_lora_rank": self.q_lora_rank,
+            "n_group": self.n_group,
+            "topk_group": self.topk_group,
+            "num_nextn_predict_layers": 0,
+            "rope_theta": rope["rope_theta"],
+        }
+
+    def linear_weights(self, layer: int) -> int:
+        """Weights of one layer that a token meets in matrix products: k of the E experts, and the shared ones."""
+        weights = sum(out * width for _, out, width, _ in self._projections())
+        if not self.is_moe(layer):
+            return weights + 3 * self.intermediate_size * self.hidden_size
+        experts = 3 * (self.num_experts_per_tok + self.n_shared_experts) * self.moe_intermediate_size
+        return weights + (self.n_routed_experts + experts) * self.hidden_size
+
+    def attention_flops(self, layer: int, sequence_length: int) -> float:
+        """Of the attention core, per token."""
+        return 6 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * causal_keys(sequence_length)
+
+
+IGNORED = {
+    **NO_EFFECT,
+    "aux_loss_alpha": "balance coefficients come from moe",
+    "seq_aux": "the kind of balance comes from moe.load_balance_type",
+    "ep_size": "where experts live comes from parallelism",
+    "pretraining_tp": "a way to cut products that changes no result",
+    "num_nextn_predict_layers": "the multi-token prediction layers behind the model are not built",
+    "num_mtp_layers": "the multi-token prediction layers behind the model are not built",
+    "head_dim": "it is qk_rope_head_dim, whatever stands there",
+    "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim, whatever stands there",
+    "auto_map": "names code in a model's folder, which is never run",
+}
+
+TINY = Config(
+    model_type="deepseek_v2",
+    vocab_size=128,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    attention_bias=False,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    scoring_func="softmax",
+    topk_method="greedy",
+    norm_topk_prob=False,
+    routed_scaling_factor=1.0,
+    rms_norm_eps=1e-6,
+    rope_parameters=Yarn(
+        rope_type="yarn",
+        rope_theta=1000.0,
+        factor=8.0,
+        original_max_position_embeddings=256,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=0.707,
+        mscale_all_dim=0.707,
+    ),
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+    initializer_range=0.02,
+)
+
+_PLAIN: dict[str, object] = {"rope_type": "default", "rope_theta": 500.0}
+_YARN = TINY.rope_parameters.model_dump()
+_V3: dict[str, object] = {
+    "model_type": "deepseek_v3",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "query latent, biases everywhere": {"q_lora_rank": 24, "attention_bias": True, "mlp_bias": True},
+    "groups, factor, shared experts": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 16.0,
+        "n_shared_experts": 2,
+    },
+    "V3": _V3,
+    "V3, one group, unnormalised, biases, halves": {
+        **_V3,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "rope_interleave": False,
+        "first_k_dense_replace": 0,
+    },
+    "eps": {**_V3, "rms_norm_eps": 1e-3},
+    "mscale 1, factor 40": {
+        "rope_parameters": {**_YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "max_position_embeddings": 10240,
+    },
+    "every YaRN number": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 40.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 16.0,
+            "beta_slow": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+        "max_position_embeddings": 20480,
+    },
+    "plain rope, tied head": {"rope_parameters": _PLAIN, "tie_word_embeddings": True, "max_position_embeddings": 64},
+    "widths of heads": {
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    },
+    "every other size": {
+        "vocab_size": 96,
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 2,
+        "kv_lora_rank": 20,
+        "qk_rope_head_dim": 4,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "initializer_range": 0.1,
+    },
+}
