@@ -7,7 +7,8 @@ SETS := $(foreach pair,$(SET),--set '$(pair)')  # values without blanks; else ca
 GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 
 .PHONY: help setup demo demo-slurm test test-fast lint format validate plan train submit sweep status logs save stacks \
-	inspect cancel resume export-hf import-hf doctor cluster-up cluster-down cluster-status bench bench-checkpoint
+	inspect cancel resume export-hf import-hf doctor cluster-up cluster-down cluster-status bench bench-kernels \
+	bench-checkpoint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,8 +86,13 @@ cluster-up cluster-down cluster-status: setup ## a real Slurm on this machine, w
 demo-slurm: setup ## the local cluster: submit, preemption, requeue, resume, in three minutes
 	PATH="$(CURDIR)/$(BIN):$$PATH" slurm/demo.sh
 
-bench: setup ## throughput on this machine
-	$(BIN)/python benchmarks/throughput.py
+bench: setup ## CONFIG="a.yaml b.yaml" [SET=...] [STEPS=n] [PROFILE=1] [FORCED=1] [JSON=file] tokens/s, MFU, memory
+	$(BIN)/python benchmarks/throughput.py $(CONFIG) $(SETS) $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(PROFILE),--profile) $(if $(FORCED),--force-load-balance) $(if $(JSON),--json $(JSON))
+
+bench-kernels: setup ## [ONLY=text] [TUNE=1] [CHECK=1] [JSON=file] each kernel against its plain twin and its ceiling
+	$(BIN)/python benchmarks/kernels.py $(if $(ONLY),--only $(ONLY)) $(if $(TUNE),--tune) $(if $(CHECK),--check) \
+		$(if $(JSON),--json $(JSON))
 
 bench-checkpoint: setup ## CONFIG=configs/tiny.yaml speed of saves and loads against the disk's own
 	$(BIN)/python benchmarks/checkpoint.py --config $(CONFIG)

@@ -1,11 +1,16 @@
 """Fixtures that more than one test file uses."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # before triton is imported: its interpreter runs our kernels on CPU tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from harness import Pool
 from pithtrain import cluster

@@ -144,7 +144,7 @@ def logits_of(engine: Engine, tokens: Tensor) -> Tensor:
     """[B, S, V] in the accumulate dtype: both chunks of a one-rank pipeline, then the last norm and the head here."""
     first, last = engine.pipeline._stages
     assert last.head is not None
-    layers, experts = engine.balance.counts_LE.shape
+    layers, experts = engine.counts_LE.shape
     wide = accumulate_dtype(engine.dtype)
     stats = new_stats(layers, experts, engine.world.device, wide)
     h, _ = run_forward(forward(first, tokens, engine.pipeline._traffic, None, stats))

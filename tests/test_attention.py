@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from pithtrain.ops.attention import PLAIN, attention, with_sinks
+from pithtrain.errors import RunFailed
+from pithtrain.ops.attention import PLAIN, attention, require_cudnn, with_sinks
 from reference import assert_near, gradients, leaves, random
 
 
@@ -194,3 +195,21 @@ def test_a_large_score_does_not_overflow() -> None:
     assert out.isfinite().all()
     q, k, v, sinks = leaves(q * 1e3, k * 1e3, v, sinks)
     assert_near(out, plain_attention(q, k, v, 1.0, None, sinks), 1e-2)
+
+
+@pytest.mark.parametrize(("version", "enabled"), [(None, True), (90800, True), (91900, False)])
+def test_a_cudnn_that_is_hidden_or_old_is_told_at_start(
+    version: int | None, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper alone; elsewhere attention takes what there is."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/old")
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
+        if capability == (9, 0):
+            with pytest.raises(RunFailed, match=f"torch found {version}.*'/opt/old'"):
+                require_cudnn(torch.device("cuda"))
+        else:
+            require_cudnn(torch.device("cuda"))
+    require_cudnn(torch.device("cpu"))

@@ -214,7 +214,7 @@ def test_case_058_the_direction_is_right_beside_large_counts() -> None:
     with single(spec) as world:
         engine = build(spec, world)
         result = train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)
-        assert result.stats.counts_LE.dtype == engine.balance.counts_LE.dtype == torch.int64
+        assert result.stats.counts_LE.dtype == engine.counts_LE.dtype == torch.int64
         before = [engine.zero.sharded[BIAS.format(layer)].master.clone() for layer in MOE]
         engine.zero.update(engine.adam, 1e-3, torch.ones(()), None, counts_LE, 0.001)
         for layer, old in zip(MOE, before, strict=True):
@@ -244,18 +244,18 @@ def test_a_skipped_step_leaves_biases_and_counts(monkeypatch: pytest.MonkeyPatch
     with single(spec) as world:
         engine = build(spec, world)
         train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)
-        counts = engine.balance.counts_LE.clone()
+        counts = engine.counts_LE.clone()
         bias = [engine.zero.sharded[BIAS.format(layer)].master.clone() for layer in MOE]
         assert counts[MOE].sum(1).tolist() == [16 * 16 * V3.num_experts_per_tok] * len(MOE)
         monkeypatch.setattr(engine.zero, "grad_norm", lambda flaw: torch.tensor(float("nan"), dtype=torch.float64))
         train_step(engine, spec, batches_of(spec, engine, 1), 1e-3)
-        assert torch.equal(engine.balance.counts_LE, counts)
+        assert torch.equal(engine.counts_LE, counts)
         assert all(
             torch.equal(engine.zero.sharded[BIAS.format(layer)].master, b) for layer, b in zip(MOE, bias, strict=True)
         )
         monkeypatch.undo()
         train_step(engine, spec, batches_of(spec, engine, 2), 1e-3)
-        assert not torch.equal(engine.balance.counts_LE, counts)
+        assert not torch.equal(engine.counts_LE, counts)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 2), (2, 2, 1)])
@@ -345,7 +345,7 @@ def test_a_checkpoint_without_counts_begins_with_even_shares(corpus: Path, tmp_p
             engine = build(first, world)
             about = {**train._about(first, RunDir(tmp_path), None), "tokenizer": content["tokenizer"]}
             train._resume(first, RunDir(tmp_path), engine, None, Watch(RunDir(tmp_path), 1, 0), about)
-            seen.append(engine.balance.counts_LE.tolist())
+            seen.append(engine.counts_LE.tolist())
     assert seen == [counts, [[0] * V3.num_experts] * V3.num_hidden_layers] and any(counts[MOE[0]])
 
 

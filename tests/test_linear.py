@@ -116,11 +116,11 @@ def test_gradients_are_viewed_in_the_shape_of_the_outputs() -> None:
 
 def test_without_gradients_a_linear_is_a_linear() -> None:
     region = make_region()
-    lin = Linears(region.matrices, with_grad=False)
+    lin = Linears({name: w.data for name, w in region.matrices.items()}, None)
     x = inputs(0)[0]
     assert torch.equal(lin("up", x), F.linear(x, region.matrices["up"].data, region.matrices["up.bias"].data))
     assert torch.equal(lin("side", x), F.linear(x, region.matrices["side"].data))
-    assert not lin.taps and not lin.operands
+    assert not lin.operands
 
 
 def test_every_contribution_is_counted_once() -> None:
@@ -162,7 +162,7 @@ def test_a_router_weight_stays_fp32(compute: torch.dtype) -> None:
 def test_case_061_near_equal_scores_stay_apart() -> None:
     """Two probabilities that bf16 would tie: the router's product of a bf16 token keeps them in order."""
     weight = make_weight("gate", torch.tensor([[0.0], [4e-4]]))
-    lin = Linears({"gate": weight}, with_grad=False)
+    lin = Linears({"gate": weight.data}, None)
     low, high = lin("gate", torch.ones(1, 1, dtype=torch.bfloat16)).softmax(-1)[0].tolist()
     assert low < high
     assert torch.tensor(low).bfloat16() == torch.tensor(high).bfloat16()

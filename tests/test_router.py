@@ -32,7 +32,7 @@ from reference import assert_near, make_weight, random
 
 Kind = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"]
 KINDS: list[Kind] = ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"]
-NONE = torch.zeros(1, 8, dtype=torch.int64)  # before the first step
+NONE = torch.zeros(8, dtype=torch.int64)  # before the first step
 
 
 def balance_of(
@@ -64,11 +64,11 @@ class Router:
         return random(99, logits.shape[1], dtype=logits.dtype, scale=0.4)
 
     def __call__(
-        self, logits: Tensor, k: int, balance: Balance = OFF, layer: int = 0, bias: Tensor | None = None
+        self, logits: Tensor, k: int, balance: Balance = OFF, bias: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         if self.how == "top_k":
-            return route_top_k(logits, k, balance, layer)
-        rest = (k, self.normalize, self.factor, self.groups, balance, layer)
+            return route_top_k(logits, k, balance)
+        rest = (k, self.normalize, self.factor, self.groups, balance)
         if self.how == "softmax":
             return route_softmax(logits, *rest)
         return route_sigmoid(logits, self.bias(logits) if bias is None else bias, *rest)
@@ -123,7 +123,7 @@ def loss_by_formula(router: Router, logits: Tensor, ids: list[list[int]], balanc
         slots = [i for row in ids[first : first + size] for i in row]
         f = [slots.count(i) / len(slots) for i in range(experts)]
         if balance.kind == "global_aux_loss":
-            f = [int(n) / 28 for n in balance.counts_LE[1]]
+            f = [int(n) / 28 for n in balance.counts_E]
         p = router.probs(logits)[first : first + size].mean(0)
         bal = experts * sum((f[i] * p[i] for i in range(experts)), torch.zeros(()))
         loss = loss + balance.coef * bal * size / balance.global_tokens
@@ -295,9 +295,9 @@ def test_case_060_ids_stay_distinct_and_in_range_and_z_tells(router: Router, bad
 @every_router
 def test_forced_routing_is_even_and_weighs_by_the_real_scores(router: Router) -> None:
     """T k a multiple of E: even counts in each layer. Slot (t, j) is place (t k + j + layer) mod E of the order."""
-    logits, order = random(18, 12, 8), forced_order(8)
+    logits, order = random(18, 12, 8), forced_order(8, 0)
     for k, layer in [(2, 0), (2, 5), (4, 9)]:
-        weights, routing = router(logits, k, balance_of("none", 1, forced=order), layer)
+        weights, routing = router(logits, k, balance_of("none", 1, forced=forced_order(8, layer)))
         assert routing.ids_TK.tolist() == [[int(order[(t * k + j + layer) % 8]) for j in range(k)] for t in range(12)]
         assert routing.counts_E.tolist() == [12 * k // 8] * 8
         p = logits.sigmoid() if router.how == "sigmoid" else router.probs(logits)
@@ -312,15 +312,16 @@ def test_forced_routing_sends_a_token_to_as_many_ranks_as_random_scores_do(exper
     """Within 15 %, in every layer; neighbours would lie on one rank or two. And each rank gets the same load."""
     logits = random(22, 4 * experts, experts)
 
-    def ranks_of(balance: Balance, layer: int) -> float:
-        ids = Router("softmax")(logits, k, balance, layer)[1].ids_TK // (experts // ranks)
-        if balance.forced is not None:
+    def ranks_of(balance: Balance) -> float:
+        ids = Router("softmax")(logits, k, balance)[1].ids_TK // (experts // ranks)
+        if balance.forced_E is not None:
             assert ids.flatten().bincount().tolist() == [4 * experts * k // ranks] * ranks
         return sum(len(set(row)) for row in ids.tolist()) / len(ids)
 
-    forced, want = balance_of("none", 1, forced=forced_order(experts)), ranks_of(OFF, 0)
-    assert all(ranks_of(forced, layer) == pytest.approx(want, rel=0.15) for layer in range(6))
-    assert ranks_of(balance_of("none", 1, forced=torch.arange(experts)), 0) < 0.7 * want
+    want = ranks_of(OFF)
+    for layer in range(6):
+        assert ranks_of(balance_of("none", 1, forced=forced_order(experts, layer))) == pytest.approx(want, rel=0.15)
+    assert ranks_of(balance_of("none", 1, forced=torch.arange(experts))) < 0.7 * want
 
 
 @every_router
@@ -340,7 +341,7 @@ def test_extreme_scores_leave_weights_balance_and_gradient_finite(router: Router
 # ---- balance ---------------------------------------------------------------------------------------------------------
 
 SEQUENCE, TOKENS, K = 2, 6, 2
-COUNTS = torch.stack((torch.zeros(8, dtype=torch.int64), torch.arange(8)))  # [L, E], of the step before
+COUNTS = torch.arange(8)  # of the step before
 
 
 @every_router
@@ -352,7 +353,7 @@ def test_gradient_is_that_of_the_formula_and_of_finite_differences(router: Route
     logits, dw = random(9, TOKENS, 8).requires_grad_(), random(10, TOKENS, K)
 
     def value(x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, routing = router(x, K, balance, layer=1)
+        weights, routing = router(x, K, balance)
         assert torch.equal(routing.ids_TK, ids)
         return weights, ((weights * dw).sum() + balance.coef * routing.balance + z * routing.z).detach()
 
@@ -384,12 +385,12 @@ def graph_nodes(x: Tensor) -> set[str]:
 def test_coefficient_zero_leaves_no_trace_in_the_graph(router: Router, kind: Kind) -> None:
     """Weights and graph are those of kind none; with a coefficient there is one node more."""
     logits = random(11, TOKENS, 8).requires_grad_()
-    off = router(logits, K, balance_of("none", TOKENS), 1)[0]
-    zero = router(logits, K, balance_of(kind, TOKENS, 0.0, 0.0, SEQUENCE, COUNTS), 1)[0]
+    off = router(logits, K, balance_of("none", TOKENS))[0]
+    zero = router(logits, K, balance_of(kind, TOKENS, 0.0, 0.0, SEQUENCE, COUNTS))[0]
     assert torch.equal(zero, off) and graph_nodes(zero) == graph_nodes(off)
     (grad,) = torch.autograd.grad(zero, logits, torch.zeros_like(zero))
     assert not grad.any()
-    with_loss = router(logits, K, balance_of(kind, TOKENS, 0.0, 0.1, SEQUENCE, COUNTS), 1)[0]
+    with_loss = router(logits, K, balance_of(kind, TOKENS, 0.0, 0.1, SEQUENCE, COUNTS))[0]
     assert torch.equal(with_loss, off)
     assert {name for name in graph_nodes(with_loss) - graph_nodes(off) if "WithLoss" in name}
     with torch.no_grad():
@@ -414,10 +415,10 @@ def test_the_gradient_does_not_depend_on_the_gradient_of_the_weights() -> None:
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_balance_is_one_when_balanced(router: Router, kind: Kind) -> None:
     """Uniform probabilities whatever the load; even load whatever the probabilities (forced: 4 slots each)."""
-    uniform = router(torch.zeros(16, 8), K, balance_of(kind, 16, 0.1, sequence=4), 0)[1]
+    uniform = router(torch.zeros(16, 8), K, balance_of(kind, 16, 0.1, sequence=4))[1]
     assert uniform.balance.item() == 1.0
     balance = balance_of(kind, 16, 0.1, sequence=4, forced=torch.arange(8))
-    routing = router(random(19, 16, 8), K, balance, 0)[1]
+    routing = router(random(19, 16, 8), K, balance)[1]
     assert routing.counts_E.tolist() == [4] * 8
     assert routing.balance.item() == pytest.approx(1.0, abs=1e-14)
 
@@ -453,7 +454,7 @@ def parts(router: Router, kind: Kind, whole: Tensor, *sizes: int, sequence: int 
     found, at = [], 0
     for size in sizes:
         x = whole[at : at + size].clone().requires_grad_()
-        weights, routing = router(x, K, balance, 1)
+        weights, routing = router(x, K, balance)
         found.append((routing, torch.autograd.grad(weights, x, torch.zeros_like(weights))[0]))
         at += size
     bal, z = (sum(getattr(routing, name).item() for routing, _ in found) for name in ("balance", "z"))
@@ -500,7 +501,7 @@ def router_gradient(router: Router, balance: Balance, dw_scale: float) -> tuple[
     weight = make_weight("gate", random(13, 8, 6))
 
     def body(lin: Any, vectors: Any, x: Tensor) -> tuple[tuple[Tensor], Routing]:
-        weights, routing = router(lin("gate", x), 2, balance, 1)
+        weights, routing = router(lin("gate", x), 2, balance)
         return (weights,), routing
 
     x = random(14, 16, 6)

@@ -4,6 +4,8 @@ The package that is submitted is a copy of ours with that engine in it, put befo
 is taken from what was imported.
 """
 
+import csv
+import gzip
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +40,9 @@ SUBMIT = "submit-and-monitor/scripts/submit_and_monitor.py"
 DIAGNOSE = "diagnose-failed-run/scripts/diagnose.py"
 CONVERT = "convert-checkpoint/scripts/convert_checkpoint.py"
 ADD_MODEL = "add-model/scripts/check_model.py"
+CAPTURE = "capture-profile/scripts/capture_profile.py"
+REPORT = "report-heavy-kernels/scripts/report_heavy_kernels.py"
+VALIDATE = "validate-correctness/scripts/validate_correctness.py"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 ONE_LESS = '**{key: why for key, why in NO_EFFECT.items() if key != "use_cache"},'
 
@@ -51,7 +57,7 @@ def with_engine(folder: Path, train: str, base: Mapping[str, str] = os.environ) 
 
 
 def skill(
-    script: str, *arguments: str | Path, env: Mapping[str, str] | None = None, under: str = "skills"
+    script: str, *arguments: str | Path, env: Mapping[str, str] | None = None, under: str | Path = "skills"
 ) -> list[str]:
     """Run a skill's script; its lines. The last one is PASS or FAIL, and the exit code says the same."""
     command = [str(ROOT / under / script), *map(str, arguments)]
@@ -375,3 +381,156 @@ def test_a_draft_lists_what_there_is(tmp_path: Path) -> None:
     assert "tensor  model.layers.N.self_attn.q_norm.weight [128] x 2" in lines
     assert "buffers that no file holds: inv_freq, original_inv_freq" in lines
     assert skill(ADD_MODEL, "--draft", "llama_of_dreams", env=ONE_THREAD)[-1].startswith("FAIL  no draft: ")
+
+
+# ---- capture-profile, report-heavy-kernels ---------------------------------------------------------------------------
+
+
+def real_config(tmp_path: Path) -> Path:
+    """A config of one rank that trains on a real corpus, in seconds."""
+    import numpy as np
+
+    from test_data import make
+
+    documents = [np.random.default_rng(5).integers(10, 512, 400).tolist() for _ in range(4)]
+    tokens = make(tmp_path / "corpus", documents, 512) / "tokens"
+    config = spec_file(tmp_path, ranks=1)
+    text = config.read_text().replace(f"{tmp_path / 'runs'}/none", str(tokens))
+    config.write_text(text.replace("global_batch_size: 8", "global_batch_size: 2"))
+    return config
+
+
+@pytest.mark.slow
+def test_a_profile_is_captured_and_its_operators_are_listed(tmp_path: Path) -> None:
+    config, run = real_config(tmp_path), tmp_path / "captured"
+    arguments = config, "--first", "2", "--run-dir", run, "--set", "data.repeat=true"
+    lines = skill(CAPTURE, *arguments, env=ONE_THREAD)
+    assert lines[-1] == f"PASS  {run}/profiles: steps 2-3 of ranks 0 on cpu"
+    assert not (run / "checkpoints").exists()
+    [following] = [line for line in lines if line.startswith("next")]
+    script, trace = following.split()[1:]
+    lines = skill(os.path.relpath(script, ROOT / "skills"), trace)
+    assert re.match(r"PASS  \d+ operators of \d+ names, [\d.]+ ms, idle [\d.]+%; most of it ", lines[-1])
+    assert "steps   [2, 3]" in lines
+    with Path(f"{trace}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    kinds = {row["name"]: row["kind"] for row in rows}
+    assert kinds["aten::mm"] == "dense GEMM" and kinds["aten::mul"] == "pointwise"
+    assert {"attention", "copies"} <= set(kinds.values())
+    assert sum(float(row["share"]) for row in rows) == pytest.approx(1, abs=1e-3)
+
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(Path(trace).read_bytes()[:-1000])
+    assert skill(REPORT, cut)[-1].startswith(f"FAIL  {cut} cannot be read, or is cut: ")
+    assert skill(CAPTURE, *arguments, env=ONE_THREAD)[-1].startswith("FAIL  not captured: `pithtrain")
+
+
+@pytest.mark.slow
+def test_a_trace_without_its_steps_is_no_profile(tmp_path: Path) -> None:
+    package = tmp_path / "planted" / "pithtrain"
+    shutil.copytree(ROOT / "src" / "pithtrain", package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (package / "profiling.py").read_text()
+    assert text.count('record_function(f"step {step}")') == 1
+    (package / "profiling.py").write_text(text.replace('record_function(f"step {step}")', 'record_function("step")'))
+    env = {**ONE_THREAD, "PYTHONPATH": str(package.parent)}
+    arguments = "--first", "1", "--steps", "1", "--run-dir", tmp_path / "run", "--set", "data.repeat=true"
+    last = skill(CAPTURE, real_config(tmp_path), *arguments, env=env)[-1]
+    assert last.startswith("FAIL  ") and last.endswith("holds the steps [], and [1] were asked for")
+
+
+def trace_file(path: Path, spans: list[tuple[str, str, float, float]], gpus: int = 1) -> Path:
+    """A trace as torch.profiler writes it: category, name, begin and length in microseconds."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {}}]
+    events += [dict(zip(("cat", "name", "ts", "dur"), one, strict=True), ph="X", pid=0, tid=7) for one in spans]
+    with gzip.open(path, "wt") as file:
+        json.dump({"deviceProperties": [{"name": "H200"}] * gpus, "traceEvents": events}, file)
+    return path
+
+
+def test_kernels_are_sorted_into_kinds_and_the_gaps_between_them_counted(tmp_path: Path) -> None:
+    kernels = {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob": "attention",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<GroupProblemShape<": "grouped GEMM",
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": "dense GEMM",
+        "_ordered_sum": "our kernels",
+        "triton_poi_fused__to_copy_add_mul_0": "pointwise",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "pointwise",
+        "void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<c10::BFloat16>>": "copies",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "void at::native::radixSortKVInPlace<2, -1, 128, 32>": "other",
+    }
+    spans = [("kernel", name, 200.0 * place, 100.0) for place, name in enumerate(kernels)]
+    spans += [("kernel", "_ordered_sum", 50.0, 50.0), ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1700.0, 100.0)]
+    spans += [("cpu_op", "aten::mm", 0.0, 9000.0), ("user_annotation", "step 4", 0.0, 9000.0)]
+    trace = trace_file(tmp_path / "rank-0.json.gz", spans)
+    lines = skill(REPORT, trace, "--csv", tmp_path / "out.csv")
+    # 9 kernels with gaps as long as they are, a copy behind the last; one that ran beside another hides nothing
+    assert lines[-1] == "PASS  11 kernels of 10 names, 1.8 ms, idle 44.4%; most of it pointwise, 19.0%"
+    with (tmp_path / "out.csv").open() as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert {name: rows[name]["kind"] for name in kernels} == kernels
+    own = rows["_ordered_sum"]
+    assert (own["calls"], own["total_ms"], own["share"], own["mean_us"]) == ("2", "0.150000", "0.142857", "75.000")
+
+
+@pytest.mark.parametrize(
+    ("spans", "gpus", "said"),
+    [
+        ([("cpu_op", "aten::mm", 0.0, 1.0)], 1, "was taken beside H200 and holds no kernel"),
+        ([("user_annotation", "step 4", 0.0, 1.0)], 0, "holds neither kernels nor operators"),
+    ],
+)
+def test_a_trace_without_what_is_asked_for_fails(
+    spans: list[tuple[str, str, float, float]], gpus: int, said: str, tmp_path: Path
+) -> None:
+    last = skill(REPORT, trace_file(tmp_path / "rank-0.json.gz", spans, gpus))[-1]
+    assert last.startswith("FAIL  ") and said in last
+    assert skill(REPORT, tmp_path / "nowhere.json")[-1].startswith("FAIL  ")
+
+
+def test_an_operators_time_is_its_own(tmp_path: Path) -> None:
+    spans = [("cpu_op", "aten::linear", 0.0, 10.0), ("cpu_op", "aten::mm", 2.0, 4.0), ("cpu_op", "aten::add", 6.0, 4.0)]
+    trace = trace_file(tmp_path / "rank-0.json.gz", spans, gpus=0)
+    assert skill(REPORT, trace)[-1].startswith("PASS  3 operators of 3 names, 0.0 ms, idle 0.0%")
+    with Path(f"{trace}.csv").open() as file:
+        assert [row["mean_us"] for row in csv.DictReader(file)] == ["4.000", "2.000", "4.000"]
+
+
+# ---- validate-correctness --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_tree_is_held_against_a_revision(tmp_path: Path) -> None:
+    """In a checkout of its own: the same code, then a planted change, which a tolerance lets pass."""
+    checkout = tmp_path / "checkout"
+    for folder in ("src/pithtrain", "skills"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+        done = subprocess.run(["git", *who, *arguments], cwd=checkout, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "base")
+    (checkout / ".venv").symlink_to(sys.prefix)  # which the skill looks for beside itself
+    config = real_config(tmp_path)
+    options = "--config", config, "--steps", "2", "--set", "data.repeat=true"
+    given: dict[str, Any] = {"env": ONE_THREAD, "under": checkout / "skills"}
+    lines = skill(VALIDATE, *options, **given)
+    assert re.fullmatch(r"PASS  2 steps as HEAD \([0-9a-f]+\), bit for bit", lines[-1])
+    assert "note: src/pithtrain is the same in both" in lines
+
+    train = checkout / "src/pithtrain/train.py"
+    text = train.read_text()
+    assert text.count("        return peak\n") == 1  # of a constant rate
+    train.write_text(text.replace("        return peak\n", "        return 1.5 * peak\n"))
+    lines = skill(VALIDATE, "HEAD", *options, **given)
+    assert re.match(r"FAIL  differs from HEAD \([0-9a-f]+\) from loss of step 2 on, most by \S+ in ", lines[-1])
+    assert skill(VALIDATE, *options, "--rtol", "0.5", **given)[-1].startswith("PASS  2 steps as HEAD")
+
+    last = skill(VALIDATE, *options, "--set", "moe.nothing=1", **given)[-1]
+    assert last.startswith("FAIL  not compared, base-run: `pithtrain train` ended with 2")
+    assert skill(VALIDATE, "nowhere", **given)[-1].startswith("FAIL  not compared: `git rev-parse")
+    assert len(git("worktree", "list").splitlines()) == 1, "no worktree is left"

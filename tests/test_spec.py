@@ -568,9 +568,9 @@ def test_all_problems_at_once(base: Path) -> None:
 
 def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
     """Each key exists, is left at its off value by the base, and takes no other."""
-    whole = {"fp8", "compile", "activation_checkpoint", "validation", "guards", "profiling"}
+    whole = {"fp8", "validation", "guards"}
     keys = {f"{name}.{key}" for name in whole for key in sections()[name].model_fields}
-    keys |= {"parallelism.context_parallel_size", "training.z_loss_coef", "optimizer.type"}
+    keys |= {"compile.mode", "parallelism.context_parallel_size", "training.z_loss_coef", "optimizer.type"}
     keys |= {"optimizer.moments_dtype", "moe.transport", "data.document_mask", "distributed.flight_recorder"}
     other = {bool: "true", float: "0.5", int: "2", str: "x"}
     tried = 0
@@ -586,7 +586,7 @@ def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
             problem = refused(base, f"{path}={value}")[path]
             assert problem.rule == "is not implemented yet" and problem.hint.startswith("use ")
             tried += 1
-    assert tried >= 25
+    assert tried >= 15
 
 
 def test_every_section_of_the_design_is_there_and_every_key_says_what_it_is() -> None:

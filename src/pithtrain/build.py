@@ -5,15 +5,16 @@ put together here is passed on as values; nothing keeps a reference to the spec.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pithtrain.models.contract import ModelConfig, load_model
+from pithtrain.models.contract import Layer, ModelConfig, load_model
+from pithtrain.ops.attention import require_cudnn
 from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.init import normal_
-from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype
+from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype, call, compiled
 from pithtrain.ops.norm import rms_norm
 from pithtrain.ops.router import Balance, forced_order
 from pithtrain.pipeline import Pipeline
@@ -27,11 +28,13 @@ from pithtrain.zero import AdamW, Zero
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+COMPILED_GRAPHS = 64  # of all regions of a run: kinds of layers, times two with and without gradients
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One rank's part of the run. `dtype` is the compute dtype, `layers` are those of its two stages."""
+    """One rank's part of the run. `dtype` is the compute dtype, `layers` are those of its two stages. counts_LE int64:
+    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks."""
 
     world: World
     zero: Zero
@@ -39,7 +42,7 @@ class Engine:
     adam: AdamW
     dtype: torch.dtype
     layers: tuple[int, ...]
-    balance: Balance
+    counts_LE: Tensor
 
 
 def device_type(spec: RunSpec) -> str:
@@ -60,6 +63,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     """Allocate, initialise from the seed, and publish the weights of this rank's stages."""
     config = spec.model.config
     dtype = compute_dtype(spec, world.device)
+    if dtype == torch.bfloat16:
+        require_cudnn(world.device)
     last = 2 * world.mesh.pp - 1
     stages = (world.pp, last - world.pp)  # the V: phase 0 and phase 1
     layers = partition(config, world.mesh.pp, spec.training.sequence_length)
@@ -69,8 +74,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     initialise(zero, spec.training.seed)
 
     weights = zero.weights
-    balance = _balance(spec, world)
-    built = tuple(_build_stage(spec, world, stage, last, layers[stage], weights, balance) for stage in stages)
+    counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
+    built = tuple(_build_stage(spec, world, stage, last, layers[stage], weights, counts_LE) for stage in stages)
     traffic = Traffic(
         config.num_experts,
         Lane(world.ep_fwd_group, world.device),
@@ -82,7 +87,7 @@ def build(spec: RunSpec, world: World) -> Engine:
     pipeline = Pipeline(world, (built[0], built[1]), traffic, hidden, dtype, spec.num_micro_batches)
     o = spec.optimizer
     adam = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay)
-    return Engine(world, zero, pipeline, adam, dtype, held, balance)
+    return Engine(world, zero, pipeline, adam, dtype, held, counts_LE)
 
 
 def initialise(zero: Zero, seed: int) -> None:
@@ -104,30 +109,58 @@ def _build_stage(
     last: int,
     layers: tuple[int, ...],
     weights: Mapping[str, Weight],
-    balance: Balance,
+    counts_LE: Tensor,
 ) -> Stage:
     config, training = spec.model.config, spec.training
     module = load_model(spec.model.architecture)
     wide = accumulate_dtype(compute_dtype(spec, world.device))
     tables = module.rope(config, training.sequence_length, world.device, wide)
-    return Stage(
-        layers=tuple(module.build_layer(config, layer, weights, tables, balance) for layer in layers),
-        embedding=weights[EMBEDDING] if stage == 0 else None,
-        head=_head(config, weights) if stage == last else None,
-    )
+    built = [
+        module.build_layer(config, layer, weights, tables, _balance(spec, layer, counts_LE[layer])) for layer in layers
+    ]
+    head = _head(config, weights) if stage == last else None
+    if spec.compile.enabled:
+        hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
+        built, head = compile_regions(built, head, hidden, compute_dtype(spec, world.device))
+    return Stage(tuple(built), weights[EMBEDDING] if stage == 0 else None, head, spec.activation_checkpoint.mode)
 
 
-def _balance(spec: RunSpec, world: World) -> Balance:
-    config, training, moe = spec.model.config, spec.training, spec.moe
-    layers, experts, device = config.num_hidden_layers, config.num_experts, world.device
+def compile_regions(
+    layers: list[Layer], head: Head | None, hidden: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[list[Layer], Head | None]:
+    """The same layers and head with their regions compiled; experts and edges are ragged and never are. `hidden`:
+    [mbs, S, H].
+
+    One graph per kind of region: more than COMPILED_GRAPHS of them, or a graph that breaks, is an error and never a
+    silent fall back to eager.
+    """
+    torch._dynamo.config.recompile_limit = COMPILED_GRAPHS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    compiled_call = torch.compile(call, fullgraph=True, dynamic=False)
+    tokens = (hidden[0] * hidden[1], hidden[2])
+    compiled_layers = [
+        replace(
+            layer,
+            attend=compiled(layer.attend, compiled_call, dtype, hidden),
+            shared=None if layer.shared is None else compiled(layer.shared, compiled_call, dtype, tokens),
+        )
+        for layer in layers
+    ]
+    if head is not None:
+        head = replace(head, norm=compiled(head.norm, compiled_call, dtype, hidden))
+    return compiled_layers, head
+
+
+def _balance(spec: RunSpec, layer: int, counts_E: Tensor) -> Balance:
+    training, moe = spec.training, spec.moe
     return Balance(
         kind=moe.load_balance_type,
         coef=moe.aux_loss_coef,
         z_coef=moe.z_loss_coef,
         global_tokens=training.global_batch_size * training.sequence_length,
         sequence_length=training.sequence_length,
-        counts_LE=torch.zeros(layers, experts, dtype=torch.int64, device=device),
-        forced=forced_order(experts).to(device) if moe.force_load_balance else None,
+        counts_E=counts_E,
+        forced_E=forced_order(len(counts_E), layer).to(counts_E.device) if moe.force_load_balance else None,
     )
 
 

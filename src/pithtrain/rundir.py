@@ -11,6 +11,7 @@ answered by reading files, on any machine that sees the folder, without the proc
         logs/attempt-1/rank-0.log ...       logs/latest points to the newest; the attempt's spec lies beside the logs
         errors/attempt-1/rank-3.json        time, type, message, traceback, written by the dying rank itself
         metrics.jsonl  events.jsonl         one line a logged step, one line an event
+        profiles/attempt-1/rank-0.json.gz   of the ranks and steps that `profiling` names (profiling.py)
         checkpoints/step-00000100/          complete or invisible (checkpoint.py)
         hf/step-00000100/                   the same in Hugging Face form, where checkpoint.export_hf asks for it
         wandb/  wandb.id                    the id is made with the directory: one W&B run over all attempts
@@ -123,6 +124,12 @@ class RunDir:
 
     def error(self, attempt: int, rank: int) -> Path:
         return self.errors(attempt) / f"rank-{rank}.json"
+
+    def trace(self, attempt: int, rank: int) -> Path:
+        return self.path / "profiles" / f"attempt-{attempt}" / f"rank-{rank}.json.gz"
+
+    def memory_snapshot(self, attempt: int, rank: int) -> Path:
+        return self.path / "profiles" / f"attempt-{attempt}" / f"rank-{rank}.pickle"
 
 
 # ---- files that are read while they change ---------------------------------------------------------------------------

@@ -192,14 +192,16 @@ class Fp8Section(Strict):
 class CompileSection(Strict):
     """torch.compile of the regions between communication edges."""
 
-    enabled: bool = _later(False, "costs minutes at the first step")
+    enabled: bool = _key(False, "costs a minute or two at the first step")
     mode: Literal["default", "reduce-overhead", "max-autotune"] = _later("default", "torch's modes")
 
 
 class ActivationCheckpointSection(Strict):
     """Recomputing instead of keeping activations."""
 
-    mode: Literal["none", "selective", "full"] = _later("none", "how much is computed again")
+    mode: Literal["none", "selective", "full"] = _key(
+        "none", "what a backward computes again; selective: gathers of expert inputs; full: all but embedding and head"
+    )
 
 
 class DataSource(Strict):
@@ -274,14 +276,18 @@ class GuardsSection(Strict):
 
 
 class ProfilingSection(Strict):
-    """A window of steps under a profiler."""
+    """A window of whole steps under a profiler. Nothing is recorded, and nothing paid, outside it."""
 
-    torch: bool = _later(False, "torch.profiler traces")
-    nsys: bool = _later(False, "ranges for Nsight Systems")
-    memory_snapshot: bool = _later(False, "allocator history")
-    start_step: Positive | None = _later(None, "first step of the window")
-    end_step: Positive | None = _later(None, "last step of the window")
-    ranks: tuple[Count, ...] = _later((0,), "ranks that profile", strict=False)
+    torch: bool = _key(False, "a torch.profiler trace of each rank, in the run directory's profiles/")
+    nsys: bool = _key(False, "CUDA: a range a step, the window for `nsys profile --capture-range=cudaProfilerApi`")
+    memory_snapshot: bool = _key(False, "CUDA: allocations with their stacks, in profiles/ too")
+    start_step: Positive | None = _key(None, "first step of the window; there is none by itself")
+    end_step: Positive | None = _key(None, "last step of the window")
+    ranks: tuple[Count, ...] = _key((0,), "ranks that record", strict=False)
+
+    @property
+    def on(self) -> bool:
+        return self.torch or self.nsys or self.memory_snapshot
 
 
 class DistributedSection(Strict):
@@ -561,6 +567,22 @@ def _check_beginning(init_from: Path | None, resume: str) -> Problems:
         yield Problem("init_from", init_from, rule, hint)
 
 
+def _check_profiling(profiling: ProfilingSection, training: TrainingSection, slurm: SlurmSection) -> Problems:
+    at, first, last, ranks = "profiling", profiling.start_step, profiling.end_step, profiling.ranks
+    if not profiling.on:
+        return
+    if first is None or last is None:
+        rule = "must be given: the steps to record, a few after the first ones, which compile and warm up"
+        yield Problem(f"{at}.{'start' if first is None else 'end'}_step", None, rule, "4 to 6 are usual")
+    elif first > last:
+        yield Problem(f"{at}.start_step", first, f"must be at most {at}.end_step = {last}")
+    elif last > training.max_steps:
+        yield Problem(f"{at}.end_step", last, f"must be at most training.max_steps = {training.max_steps}")
+    world = slurm.nodes * slurm.gpus_per_node
+    if not ranks or max(ranks) >= world:
+        yield Problem(f"{at}.ranks", list(ranks), f"must name at least one rank, each below {world}")
+
+
 OWN_ENVIRONMENT = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH|(SLURM|SUBMITIT|PITHTRAIN)_.*")
 OWN_OPTIONS = (
     *SlurmSection.model_fields,
@@ -664,6 +686,7 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
         _check_checkpoint,
         _check_beginning,
         _check_host_memory,
+        _check_profiling,
         _check_words,
         _check_slurm,
     )

@@ -149,9 +149,16 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         if not spec.moe.force_load_balance:
             saver.prepare()
         watch.enter("first_step", position.step)
+    profile = None
+    if spec.profiling.on:
+        from pithtrain.profiling import Profile  # nothing of it where it is off
+
+        profile = Profile(spec.profiling, world, events, watch)
     meter.restart()
     while position.step < training.max_steps and not stop:
         agreed = world.max(watch.should_stop(), watch.should_save(), saver.writing)
+        if profile is not None:
+            profile.begin(position.step + 1)
         begin = time.perf_counter()
         batches = read_batches(dataset, spec, world, position.samples)
         meter.data_wait_s += time.perf_counter() - begin
@@ -165,6 +172,8 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
 
         stop, requested, writing = agreed()
         last = stop or step == training.max_steps
+        if profile is not None:
+            meter.since += profile.end(step, bool(last))
         requested = requested and not saves.requested  # else one that is under way
         log_due = last or step % spec.logging.interval == 0
         save_due = last or requested or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
@@ -224,7 +233,7 @@ class _Saves:
             self.watch.saved()  # or one that is asked for would be due at every step
             return
         world, limit = self.engine.world, self.spec.distributed.save_timeout_s
-        counts = all_reduce_sum(self.engine.balance.counts_LE.clone(), world.pp_group).tolist()  # of all stages
+        counts = all_reduce_sum(self.engine.counts_LE.clone(), world.pp_group).tolist()  # of all stages
         deadline = time.monotonic() + limit
         while True:
             begin = time.perf_counter()
@@ -327,7 +336,7 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
     counts_LE = all_reduce_sum(stats.counts_LE.clone(), world.dense_group)  # integers: alike on every mesh
     norm = zero.grad_norm(0 * stats.z_L.sum())  # NaN if a router's logits were not finite: gradients need not show it
     skipped = zero.update(engine.adam, lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate)
-    engine.balance.counts_LE.copy_(torch.where(skipped > 0, engine.balance.counts_LE, counts_LE))
+    engine.counts_LE.copy_(torch.where(skipped > 0, engine.counts_LE, counts_LE))
     return StepResult(stats, norm, skipped)
 
 
@@ -435,7 +444,7 @@ def _resume(
             continue
         if counts := content.get("expert_counts"):
             own = [[n * (layer in engine.layers) for n in row] for layer, row in enumerate(counts)]
-            engine.balance.counts_LE.copy_(torch.tensor(own))
+            engine.counts_LE.copy_(torch.tensor(own))
         if events is not None:
             events.event("resumed", step=position.step, path=str(path))
             for key, theirs, ours in catalog.differences("data", content["data"], about["data"]):

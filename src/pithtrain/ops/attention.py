@@ -26,6 +26,7 @@ gradients of a block follow from the lse over all. K and V are never repeated: e
 Legend: B sequences, S positions, Hq query and Hkv key/value heads, Dk and Dv widths.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +34,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.errors import RunFailed
+from pithtrain.ops.linear import accumulate_dtype, has_kernel
+
+LEAST_CUDNN = 91501  # from which torch prefers it on Hopper and Blackwell; flash there is 1.7 times slower
+
+
+def require_cudnn(device: torch.device) -> None:
+    """Raises RunFailed where attention on this GPU would silently be slow: torch brings a cuDNN of its own, and an
+    older one on the library path hides it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return
+    version = torch.backends.cudnn.version()
+    if version is None or version < LEAST_CUDNN or not torch.backends.cuda.cudnn_sdp_enabled():
+        raise RunFailed(
+            f"attention wants cuDNN {LEAST_CUDNN} or newer, enabled; torch found {version}: take the directory of "
+            f"another one off LD_LIBRARY_PATH = {os.environ.get('LD_LIBRARY_PATH', '')!r}"
+        )
 
 
 class Kernels(NamedTuple):
@@ -71,7 +88,7 @@ def with_sinks(
 
 
 def _kernels(q: Tensor, window: int | None) -> Kernels:
-    if not q.is_cuda or q.dtype != torch.bfloat16:
+    if not has_kernel(q):
         return PLAIN
     return CUDNN if window is None and not torch.are_deterministic_algorithms_enabled() else FLASH
 

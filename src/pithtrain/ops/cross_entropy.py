@@ -28,9 +28,8 @@ def linear_cross_entropy(h_TH: Tensor, weight: Weight, labels_T: Tensor, scale: 
     def chunks(main_grad: Tensor) -> None:
         for start in range(0, h_TH.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
-            chunk_loss, grad_TV = _loss_and_grad(_logits(h_TH[part], weight.data), labels_T[part], scale)
+            chunk_loss, grad_TV = _loss_and_grad(_logits(h_TH[part], weight.data), labels_T[part], scale, h_TH.dtype)
             loss.add_(chunk_loss)
-            grad_TV = grad_TV.to(h_TH.dtype)
             torch.mm(grad_TV, weight.data, out=dh_TH[part])
             add_weight_grad(main_grad, grad_TV, h_TH[part])
 
@@ -45,8 +44,17 @@ def _logits(h_TH: Tensor, w_VH: Tensor) -> Tensor:
     return h_TH.to(dtype) @ w_VH.to(dtype).t()
 
 
-def _loss_and_grad(logits_TV: Tensor, labels_T: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain torch, in place: logits_TV becomes the gradient, and no second [T, V] is made."""
+def _loss_and_grad(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if logits_TV.is_cuda and dtype == torch.bfloat16:
+        from pithtrain.ops import kernels
+
+        return kernels.cross_entropy(logits_TV, labels_T, scale, dtype)
+    loss, grad = plain_loss_and_grad(logits_TV, labels_T, scale)
+    return loss, grad.to(dtype)
+
+
+def plain_loss_and_grad(logits_TV: Tensor, labels_T: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The twin, in place: logits_TV becomes the gradient, and no second [T, V] is made."""
     valid = labels_T != IGNORE
     target = labels_T.where(valid, 0)[:, None]
     top = logits_TV.amax(-1, keepdim=True)

@@ -7,7 +7,14 @@
     closures:  Wd_e += dY^T a,   Wgu_e += dgu^T X,   b_d += sum w dY,   b_gu += sum dgu                           (fp32)
 
 The routing weight enters before the down projection, in fp32 and before the one rounding, so the combine is a plain
-sum and its transpose needs indices only. Saved from forward to backward: X (or the rows), gu. Recomputed: a, in W.
+sum and its transpose needs indices only. Kept from forward to backward, beside w and indices:
+
+    none        X, gu          2 k H + 4 k I bytes per token in bf16, k experts per token
+    selective   rows, gu       2 D H + 4 k I, D the mean number of ranks that a token visits; X is gathered again in W,
+                               and dY, so that a weight gradient put aside keeps no slots of width H
+    full        rows           2 D H; gu is computed again too, before the backward: one of the forward's two products
+
+Where ep is 1 the rows are the attention segment's n, which is there already. `a` is always computed again, in W.
 
 Rounded to compute dtype are the operands and results of the products (X Wgu^T, a, a Wd^T, dY, da, dgu), out and drows,
 each once. Biases are fp32 and are added in fp32: to the rounded product, and to nothing rounded afterwards except out.
@@ -16,13 +23,16 @@ Legend: U rows received, q slots per row, R slots, H hidden, I expert width.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from pithtrain.ops.grouped import add_grouped_sum, add_grouped_weight_grad, grouped_linear, grouped_linear_dx
-from pithtrain.ops.linear import Weight, WeightGrad, accumulate_dtype
+from pithtrain.ops.linear import Weight, WeightGrad
 from pithtrain.ops.permute import order_slots, ordered_sum
-from pithtrain.ops.swiglu import SILU, Glu, weighted_swiglu, weighted_swiglu_backward
+from pithtrain.ops.swiglu import SILU, Glu, expert_activation, expert_activation_backward
+
+Recompute = Literal["none", "selective", "full"]  # what a backward computes again
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,8 @@ class Received:
 class ExpertSegment:
     """One call of a layer's experts, and what its backward needs."""
 
-    def __init__(self, experts: Experts):
-        self._experts = experts
+    def __init__(self, experts: Experts, recompute: Recompute = "none"):
+        self._experts, self._recompute = experts, recompute
 
     def forward(self, received: Received) -> Tensor:
         """The weighted sum over its slots of every received row, [U, H] in compute dtype."""
@@ -60,49 +70,60 @@ class ExpertSegment:
         self._records = received.weights_Uq.shape
         self._slots = slots = order_slots(received.local_Uq, experts.gate_up.data.shape[0], received.num_slots)
         self._w_R = received.weights_Uq.reshape(-1)[slots.record_R]
-        self._x_RH = rows[slots.row_R]
-        self._gate_up = grouped_linear(self._x_RH, experts.gate_up.data, slots.ends_E)
-        act = _activation(experts, self._gate_up, self._w_R, slots.expert_R)
+        x_RH = rows[slots.row_R]
+        gate_up = grouped_linear(x_RH, experts.gate_up.data, slots.ends_E)
+        self._x = x_RH if self._recompute == "none" else rows
+        self._gate_up = None if self._recompute == "full" else gate_up
+        act = expert_activation(gate_up, self._w_R, experts.glu, _data(experts.gate_up_bias), slots.expert_R)
         y_RH = grouped_linear(act, experts.down.data, slots.ends_E)
-        y_RH = _biased(y_RH, experts.down_bias, slots.expert_R, self._w_R)
-        return ordered_sum(y_RH, slots.slot_Uq, accumulate_dtype(rows.dtype)).to(rows.dtype)
+        return ordered_sum(y_RH, slots.slot_Uq, rows.dtype, _data(experts.down_bias), slots.expert_R, self._w_R)
+
+    def rerun(self) -> None:
+        """Compute gate and up again, if they were not kept. The backward does; earlier, it may hide a transfer."""
+        if self._gate_up is None:
+            x_RH = self._x[self._slots.row_R]
+            self._gate_up = grouped_linear(x_RH, self._experts.gate_up.data, self._slots.ends_E)
 
     def backward(self, dout_UH: Tensor, ready: list[WeightGrad]) -> tuple[Tensor, Tensor]:
         """-> (drows [U, H] in compute dtype, dweights [U, q] fp32); appends a closure for each weight and bias."""
-        experts, slots = self._experts, self._slots
-        x_RH, gu, w_R, expert_R, ends = self._x_RH, self._gate_up, self._w_R, slots.expert_R, slots.ends_E
+        self.rerun()
+        experts, slots, x, gu = self._experts, self._slots, self._x, self._gate_up
+        assert gu is not None
+        w_R, expert_R, ends = self._w_R, slots.expert_R, slots.ends_E
+        row_R = None if self._recompute == "none" else slots.row_R
         dy_RH = dout_UH[slots.row_R]
+        dy = dy_RH if row_R is None else dout_UH  # from here to W, x and dy are alike
         da = grouped_linear_dx(dy_RH, experts.down.data, ends)
-        dgu, dw_R = weighted_swiglu_backward(da, _biased(gu, experts.gate_up_bias, expert_R), w_R, experts.glu)
+        gate_up_bias = _data(experts.gate_up_bias)
+        dgu, dw_R = expert_activation_backward(da, gu, w_R, experts.glu, gate_up_bias, expert_R)
         if experts.down_bias is not None:
             dw_R += experts.down_bias.data[expert_R].mul_(dy_RH).sum(-1)
         dx_RH = grouped_linear_dx(dgu, experts.gate_up.data, ends)
-        drows = ordered_sum(dx_RH, slots.slot_Uq, accumulate_dtype(dx_RH.dtype)).to(dx_RH.dtype)
+        drows = ordered_sum(dx_RH, slots.slot_Uq, dx_RH.dtype)
         dweights = w_R.new_zeros(self._records)
         dweights.view(-1)[slots.record_R] = dw_R
 
         def add_down(main: Tensor) -> None:
-            add_grouped_weight_grad(main, dy_RH, _activation(experts, gu, w_R, expert_R), ends)
+            act = expert_activation(gu, w_R, experts.glu, gate_up_bias, expert_R)
+            add_grouped_weight_grad(main, _slots_of(dy, row_R), act, ends)
+
+        def add_gate_up(main: Tensor) -> None:
+            add_grouped_weight_grad(main, dgu, _slots_of(x, row_R), ends)
 
         ready.append(lambda: experts.down.add(add_down))
-        ready.append(lambda: experts.gate_up.add(lambda m: add_grouped_weight_grad(m, dgu, x_RH, ends)))
+        ready.append(lambda: experts.gate_up.add(add_gate_up))
         if (down_bias := experts.down_bias) is not None:
-            ready.append(lambda: down_bias.add(lambda m: add_grouped_sum(m, w_R[:, None] * dy_RH, ends)))
-        if (gate_up_bias := experts.gate_up_bias) is not None:
-            ready.append(lambda: gate_up_bias.add(lambda m: add_grouped_sum(m, dgu, ends)))
-        del self._x_RH, self._gate_up, self._w_R, self._slots
+            ready.append(lambda: down_bias.add(lambda m: add_grouped_sum(m, w_R[:, None] * _slots_of(dy, row_R), ends)))
+        if (up_bias := experts.gate_up_bias) is not None:
+            ready.append(lambda: up_bias.add(lambda m: add_grouped_sum(m, dgu, ends)))
+        del self._x, self._gate_up, self._w_R, self._slots
         return drows, dweights
 
 
-def _activation(experts: Experts, gate_up: Tensor, w_R: Tensor, expert_R: Tensor) -> Tensor:
-    """w * act(gate_up + bias), [R, I] in gate_up's dtype."""
-    biased = _biased(gate_up, experts.gate_up_bias, expert_R)
-    return weighted_swiglu(biased, w_R, experts.glu, gate_up.dtype)
+def _slots_of(kept: Tensor, row_R: Tensor | None) -> Tensor:
+    """[R, H] from rows, or as it was kept."""
+    return kept if row_R is None else kept[row_R]
 
 
-def _biased(y_RN: Tensor, bias: Weight | None, expert_R: Tensor, w_R: Tensor | None = None) -> Tensor:
-    """y + w b of each row's expert, in the bias's fp32; without a bias y as it is."""
-    if bias is None:
-        return y_RN
-    rows = bias.data[expert_R]  # a copy, in which the sum is made: one temporary
-    return (rows if w_R is None else rows.mul_(w_R[:, None])).add_(y_RN)
+def _data(weight: Weight | None) -> Tensor | None:
+    return None if weight is None else weight.data

@@ -1,10 +1,8 @@
 """Grouped GEMMs: one matrix per expert, rows of an expert in one block.
 
 `ends_E` holds int32 end offsets. Any group size is legal, zero included; exactly R rows are allocated, so nothing
-behind the last group is ever read. bf16 on CUDA uses `F.grouped_mm`; the twin is a loop over experts.
-
-The weight gradient of bf16 on CUDA is one bf16 product per micro-batch, added to the fp32 sum: a rounding of 2^-9 per
-micro-batch, a pass and a temporary that a kernel of our own will save.
+behind the last group is ever read. bf16 on CUDA uses `F.grouped_mm`, and for the weight gradient a kernel of ours that
+adds fp32 products to the fp32 sum in one pass; the twins loop over experts.
 
 Legend: R rows in expert order, E local experts, N output width, K input width.
 """
@@ -15,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pithtrain.ops.linear import add_weight_grad
+from pithtrain.ops.linear import add_weight_grad, has_kernel
 
 
 def grouped_linear(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
@@ -29,7 +27,7 @@ def grouped_linear_dx(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
-    if x.shape[0] and _has_kernel(x):
+    if x.shape[0] and has_kernel(x):
         return F.grouped_mm(x, matrices, offs=ends_E)
     out = x.new_empty(x.shape[0], matrices.shape[2])
     if not x.shape[0]:
@@ -43,9 +41,16 @@ def add_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_
     """main_grad[e] += dy_e^T x_e; experts without rows are left as they are."""
     if not dy_RN.shape[0]:
         return
-    if _has_kernel(x_RK):
-        main_ENK.add_(F.grouped_mm(dy_RN.t(), x_RK, offs=ends_E))
-        return
+    if has_kernel(x_RK):
+        from pithtrain.ops import kernels
+
+        kernels.add_grouped_weight_grad(main_ENK, dy_RN, x_RK, ends_E)
+    else:
+        plain_grouped_weight_grad(main_ENK, dy_RN, x_RK, ends_E)
+
+
+def plain_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
+    """The twin of the weight gradient."""
     for e, (start, end) in enumerate(_blocks(ends_E)):
         add_weight_grad(main_ENK[e], dy_RN[start:end], x_RK[start:end])
 
@@ -53,13 +58,20 @@ def add_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_
 def add_grouped_sum(main_EN: Tensor, rows_RN: Tensor, ends_E: Tensor) -> None:
     """main_grad[e] += the sum of expert e's rows, in main_grad's dtype and in the order of the rows: no atomics, and on
     the device no host read. Experts without rows are left as they are."""
-    if rows_RN.shape[0]:
-        offsets, rows = F.pad(ends_E, (1, 0)), rows_RN.to(main_EN.dtype)
-        main_EN.add_(torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0))
+    if not rows_RN.shape[0]:
+        return
+    if has_kernel(rows_RN):
+        from pithtrain.ops import kernels
+
+        kernels.add_grouped_sum(main_EN, rows_RN, ends_E)
+    else:
+        plain_grouped_sum(main_EN, rows_RN, ends_E)
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
+def plain_grouped_sum(main_EN: Tensor, rows_RN: Tensor, ends_E: Tensor) -> None:
+    """The twin of the sum."""
+    offsets, rows = F.pad(ends_E, (1, 0)), rows_RN.to(main_EN.dtype)
+    main_EN.add_(torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0))
 
 
 def _blocks(ends_E: Tensor) -> list[tuple[int, int]]:

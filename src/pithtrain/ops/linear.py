@@ -14,12 +14,14 @@ Legend: T tokens of a micro-batch, D width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 WeightGrad = Callable[[], None]  # a closure that adds one contribution to one main gradient
 
@@ -27,6 +29,11 @@ WeightGrad = Callable[[], None]  # a closure that adds one contribution to one m
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for bf16 and fp32, float64 for float64: what sums, norms, softmax and main gradients use."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether ops take their CUDA kernels for it: bf16 on a GPU. fp32 and float64 run the plain twins anywhere."""
+    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 @dataclass
@@ -82,37 +89,51 @@ def add_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 class Linears:
     """The matmuls of one call of one region: `lin("q_proj", x)` is x W^T (+ b) and remembers what dW needs."""
 
-    def __init__(self, weights: Mapping[str, Weight], with_grad: bool):
-        self._weights = weights
-        self._with_grad = with_grad
-        self.taps: dict[str, Tensor] = {}
+    def __init__(self, weights: Mapping[str, Tensor], taps: dict[str, Tensor] | None):
+        """`weights`: matrices, and biases under `NAME.bias`. `taps`: those that exist already, new ones are added; None
+        where no gradient is wanted."""
+        self._weights, self._taps = weights, taps
         self.operands: dict[str, Tensor] = {}
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the weight's dtype (a router weight is fp32, so is its product)."""
-        weight = self._weights[name].data.detach()
-        bias = self._weights.get(f"{name}.bias")
-        y = F.linear(x.to(weight.dtype), weight, None if bias is None else bias.data.detach().to(weight.dtype))
-        if not self._with_grad:
+        weight, bias = self._weights[name], self._weights.get(f"{name}.bias")
+        y = F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+        if self._taps is None:
             return y
-        self.taps[name] = y.detach().new_empty(1).expand(y.shape).requires_grad_()
+        if name not in self._taps:
+            self._taps[name] = _tap(y.shape, y.dtype, y.device)
         self.operands[name] = x.detach()
-        return _Tap.apply(y, self.taps[name])  # pyright: ignore[reportReturnType]
+        return _Tap.apply(y, self._taps[name])  # pyright: ignore[reportReturnType]
 
-    def weight_grads(self, dys: Mapping[str, Tensor]) -> list[WeightGrad]:
-        """One closure per weight and bias; they hold operands, never modules."""
-        return [
-            closure
-            for name, dy in dys.items()
-            for closure in _closures(self._weights[name], self._weights.get(f"{name}.bias"), dy, self.operands[name])
-        ]
+
+def _tap(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=dtype, device=device).expand(shape).requires_grad_()
 
 
 def _closures(weight: Weight, bias: Weight | None, dy: Tensor, x: Tensor) -> list[WeightGrad]:
+    """One per weight and bias; they hold operands, never modules."""
     closures: list[WeightGrad] = [lambda: weight.add(lambda main: add_weight_grad(main, dy, x))]
     if bias is not None:
         closures.append(lambda: bias.add(lambda main: main.add_(dy.reshape(-1, dy.shape[-1]).sum(0, dtype=main.dtype))))
     return closures
+
+
+Called = tuple[tuple[Tensor, ...], Any, dict[str, Tensor]]  # outputs, extra, operand of each matmul
+
+
+def call(
+    fn: Callable[..., tuple[tuple[Tensor, ...], Any]],
+    weights: Mapping[str, Tensor],
+    vectors: Mapping[str, Tensor],
+    taps: dict[str, Tensor] | None,
+    inputs: tuple[Tensor, ...],
+) -> Called:
+    """One call of a region's function, as a function of every tensor but those that are the same in all calls. This is
+    what `torch.compile` sees: one graph per kind of layer, whatever the number of layers and micro-batches."""
+    lin = Linears(weights, taps)
+    outputs, extra = fn(lin, vectors, *inputs)
+    return outputs, extra, lin.operands
 
 
 @dataclass(frozen=True)
@@ -121,40 +142,102 @@ class Region:
 
     `fn(lin, vectors, *inputs) -> (outputs, extra)`: `lin` applies the matmul weights named in `matrices`, `vectors`
     holds the small parameters (norm gains) by name; `outputs` is a tuple of differentiable tensors, `extra` is
-    anything that carries no gradient.
+    anything that carries no gradient: a `Routing` or nothing. A rerun with a Routing gets its ids as one more input.
+    `call` is the function above, or its compiled form, which wants `taps`: shape and dtype of each matmul's product.
     """
 
     fn: Callable[..., tuple[tuple[Tensor, ...], Any]]
     matrices: Mapping[str, Weight]
     vectors: Mapping[str, Weight]
+    call: Callable[..., Called] = call
+    taps: Mapping[str, tuple[torch.Size, torch.dtype]] = field(
+        default_factory=dict[str, tuple[torch.Size, torch.dtype]]
+    )
+
+
+def compiled(
+    region: Region, compiled_call: Callable[..., Called], dtype: torch.dtype, *shapes: tuple[int, ...]
+) -> Region:
+    """The region with `compiled_call` in place of `call`. `shapes`: of its inputs, of type `dtype`. Nothing is
+    computed: the shapes of its products are found with tensors that have no memory."""
+    taps: dict[str, Tensor] = {}
+    weights = {name: w.data for name, w in region.matrices.items()}
+    vectors = {name: w.data for name, w in region.vectors.items()}
+    device = next(iter((*weights.values(), *vectors.values()))).device
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+        fake = [{name: mode.from_tensor(x) for name, x in group.items()} for group in (weights, vectors)]
+        call(region.fn, fake[0], fake[1], taps, inputs)
+    return replace(region, call=compiled_call, taps={name: (x.shape, x.dtype) for name, x in taps.items()})
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a backward takes of one call. The outputs are not in it: their places in autograd's graph are enough."""
+
+    edges: tuple[GradientEdge, ...]
+    shapes: tuple[torch.Size, ...]
+    vectors: dict[str, Tensor]
+    taps: dict[str, Tensor]
+    operands: dict[str, Tensor]
 
 
 class Segment:
     """One call of a region, cut off from its neighbours by detached leaves; its backward gives input gradients at
-    once and appends weight-gradient closures to `ready`."""
+    once and appends weight-gradient closures to `ready`.
 
-    def __init__(self, region: Region, *inputs: Tensor):
+    Without `keep` the call leaves its inputs and no graph, and is made again for the backward. Expert ids are given to
+    the rerun and not chosen again: other kernels may round otherwise, turn a near tie, and with it the shapes of all
+    that came after. What else the rerun leaves behind (counts, losses) has been told once and is let go.
+    """
+
+    def __init__(self, region: Region, *inputs: Tensor, keep: bool = True):
         self._region = region
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        self._vectors = {name: w.data.detach().requires_grad_() for name, w in region.vectors.items()}
-        self._lin = Linears(region.matrices, with_grad=True)
-        with torch.enable_grad():
-            self._outputs, self.extra = region.fn(self._lin, self._vectors, *self._leaves)
+        self._graph: _Graph | None = None
+        if keep:
+            outputs, self.extra = self._record()
+        else:
+            weights, vectors = ({name: w.data for name, w in x.items()} for x in (region.matrices, region.vectors))
+            with torch.no_grad():
+                outputs, self.extra, _ = region.call(region.fn, weights, vectors, None, self._leaves)
+        self.outputs = tuple(y.detach() for y in outputs)
 
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        return tuple(y.detach() for y in self._outputs)
+    def take(self) -> tuple[Tensor, ...]:
+        """The outputs, which from now on the caller alone keeps."""
+        outputs, self.outputs = self.outputs, ()
+        return outputs
+
+    def rerun(self) -> None:
+        """Make the graph again, if it was not kept. The backward does; earlier, it may hide a transfer."""
+        if self._graph is None:
+            self._record(*(() if self.extra is None else (self.extra.ids_TK,)))
+
+    def _record(self, *ids_TK: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        region = self._region
+        weights = {name: w.data for name, w in region.matrices.items()}
+        vectors = {name: w.data.detach().requires_grad_() for name, w in region.vectors.items()}
+        taps = {name: _tap(*like, self._leaves[0].device) for name, like in region.taps.items()}
+        with torch.enable_grad():
+            outputs, extra, operands = region.call(region.fn, weights, vectors, taps, (*self._leaves, *ids_TK))
+        edges, shapes = tuple(get_gradient_edge(y) for y in outputs), tuple(y.shape for y in outputs)
+        self._graph = _Graph(edges, shapes, vectors, taps, operands)
+        return outputs, extra
 
     def backward(self, grads: Sequence[Tensor], ready: list[WeightGrad]) -> list[Tensor]:
         """Gradients of the inputs, in order, from those of the outputs (viewed in their shapes). Releases the graph."""
-        grads = [g.view_as(y) for g, y in zip(grads, self._outputs, strict=True)]
-        vectors, taps = self._vectors, self._lin.taps
-        wanted = (*self._leaves, *vectors.values(), *taps.values())
+        self.rerun()
+        graph, region = self._graph, self._region
+        assert graph is not None
+        grads = [g.view(shape) for g, shape in zip(grads, graph.shapes, strict=True)]
+        wanted = (*self._leaves, *graph.vectors.values(), *graph.taps.values())
         with torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(self._outputs, wanted, grads)
-        n, v = len(self._leaves), len(vectors)
-        for name, grad in zip(vectors, found[n : n + v], strict=True):
-            self._region.vectors[name].add(lambda main, grad=grad: main.add_(grad))
-        ready.extend(self._lin.weight_grads(dict(zip(taps, found[n + v :], strict=True))))
-        del self._outputs, self._leaves, self._vectors, self._lin
+            found = torch.autograd.grad(graph.edges, wanted, grads)
+        n, v = len(self._leaves), len(graph.vectors)
+        for name, grad in zip(graph.vectors, found[n : n + v], strict=True):
+            region.vectors[name].add(lambda main, grad=grad: main.add_(grad))
+        for name, dy in zip(graph.taps, found[n + v :], strict=True):
+            bias = region.matrices.get(f"{name}.bias")
+            ready.extend(_closures(region.matrices[name], bias, dy, graph.operands[name]))
+        del self._graph, self._leaves
         return list(found[:n])

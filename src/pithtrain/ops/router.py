@@ -19,6 +19,8 @@ The loss to add is `coef * bal`, averaged over the sets of the *global* batch. E
 So is `z_coef / B * sum_t logsumexp(z_t)^2`. They enter the graph through an identity on the routing weights, so they
 reach the router under any pipeline schedule with no side channel.
 
+Every router takes `ids_TK` where the choice has been made, by the call that a backward makes again.
+
 Without a loss (DeepSeek-V3): a bias per expert that chooses and never weighs, moved once a step by `bias_step`.
 
 Legend: T tokens of this micro-batch, E experts, K experts per token, L layers, N sets, G groups.
@@ -33,28 +35,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Balance:
-    """How load is balanced; one for all layers of a rank. `counts_LE` int64: slots per expert in the global batch of
-    the last step that was not skipped, for the layers of this rank; zeros for others and before the first. It is
-    written in place once a step. `forced`: an order of the E experts (`forced_order`), or None."""
+    """How a layer's load is balanced. `counts_E` int64: its slots per expert in the global batch of the last step that
+    was not skipped, zeros before the first; written in place once a step. `forced_E`: an order of its experts
+    (`forced_order`), or None. Only tensors tell one layer from another, so that all share a compiled graph."""
 
     kind: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"]
     coef: float  # 0 for kind none
     z_coef: float
     global_tokens: int  # of a step
     sequence_length: int  # tokens of a micro-batch lie sequence after sequence
-    counts_LE: Tensor
-    forced: Tensor | None
+    counts_E: Tensor
+    forced_E: Tensor | None
 
 
-def forced_order(experts: int) -> Tensor:
-    """By which benchmarks route: slot j of the micro-batch's token t goes to expert order[(t K + j + layer) mod E],
-    whatever the scores say, with the weight that they give it.
+def forced_order(experts: int, layer: int) -> Tensor:
+    """By which benchmarks route: slot j of the micro-batch's token t goes to expert order[(t K + j) mod E], whatever
+    the scores say, with the weight that they give it. A layer's order is that of the layer before, turned by one.
 
     The load is even over whole rounds of E slots, and the same on every mesh, as t counts within the micro-batch. The
     order is random, and fixed, so that a token's K experts lie on as many ranks as a router's choice does: in their own
     order they would be neighbours, and deduplication would send a token to one rank or two.
     """
-    return torch.randperm(experts, generator=torch.Generator().manual_seed(0))
+    return torch.randperm(experts, generator=torch.Generator().manual_seed(0)).roll(-layer)
 
 
 class Groups(NamedTuple):
@@ -94,12 +96,19 @@ class _WithLoss(torch.autograd.Function):
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Indices [T, K] of the k largest scores in descending order; equal scores by ascending index."""
-    return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    """Indices [T, K] of the k largest scores in descending order; equal scores by ascending index. A copy: they are
+    kept until the backward, and a view would keep all E columns."""
+    return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
 def route_softmax(
-    logits_TE: Tensor, k: int, normalize: bool, factor: float, groups: Groups | None, balance: Balance, layer: int
+    logits_TE: Tensor,
+    k: int,
+    normalize: bool,
+    factor: float,
+    groups: Groups | None,
+    balance: Balance,
+    ids_TK: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     """Softmax over all experts, then top-k of the probabilities (Qwen3-MoE; DeepSeek-V2, whose `groups` are ranked by
     their best probability). `normalize` divides the K weights by their sum, `factor` then multiplies them.
@@ -107,10 +116,11 @@ def route_softmax(
     logits_TE fp32 -> (weights_TK fp32 with gradient, Routing).
     """
     probs_TE = logits_TE.softmax(-1)
-    ids_TK = _choose(probs_TE, k, groups, 1, balance, layer)
+    if ids_TK is None:
+        ids_TK = _choose(probs_TE, k, groups, 1, balance)
     # p / (sum of the chosen p) is the softmax of the chosen logits, which has no 0 / 0 where forced ids have p = 0
     weights_TK = logits_TE.gather(-1, ids_TK).softmax(-1) if normalize else probs_TE.gather(-1, ids_TK)
-    return _balanced(weights_TK * factor, ids_TK, logits_TE, probs_TE, balance, layer)
+    return _balanced(weights_TK * factor, ids_TK, logits_TE, probs_TE, balance)
 
 
 def route_sigmoid(
@@ -121,7 +131,7 @@ def route_sigmoid(
     factor: float,
     groups: Groups | None,
     balance: Balance,
-    layer: int,
+    ids_TK: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     """Sigmoid scores; top-k of score + bias, which chooses and never weighs (DeepSeek-V3). A group is ranked by the sum
     of its best two biased scores. For `bal` the probabilities are the scores over their sum; 1e-20 keeps a sum of zeros
@@ -130,32 +140,33 @@ def route_sigmoid(
     logits_TE, bias_E fp32 -> (weights_TK fp32 with gradient, Routing).
     """
     scores_TE = logits_TE.sigmoid()
-    ids_TK = _choose(scores_TE + bias_E, k, groups, 2, balance, layer)
+    if ids_TK is None:
+        ids_TK = _choose(scores_TE + bias_E, k, groups, 2, balance)
     weights_TK = scores_TE.gather(-1, ids_TK)
     if normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     shown_TE = logits_TE + 0 * bias_E  # a bias that is not finite would choose forever, and shows nowhere else
-    return _balanced(weights_TK * factor, ids_TK, shown_TE, probs_TE, balance, layer)
+    return _balanced(weights_TK * factor, ids_TK, shown_TE, probs_TE, balance)
 
 
-def route_top_k(logits_TE: Tensor, k: int, balance: Balance, layer: int) -> tuple[Tensor, Routing]:
+def route_top_k(logits_TE: Tensor, k: int, balance: Balance, ids_TK: Tensor | None = None) -> tuple[Tensor, Routing]:
     """Top-k of the logits, then softmax over those k (GPT-OSS). For `bal` the softmax is over all experts.
 
     logits_TE fp32 -> (weights_TK fp32 with gradient, Routing).
     """
-    ids_TK = _choose(logits_TE, k, None, 1, balance, layer)
+    if ids_TK is None:
+        ids_TK = _choose(logits_TE, k, None, 1, balance)
     weights_TK = logits_TE.gather(-1, ids_TK).softmax(-1)
-    return _balanced(weights_TK, ids_TK, logits_TE, logits_TE.softmax(-1), balance, layer)
+    return _balanced(weights_TK, ids_TK, logits_TE, logits_TE.softmax(-1), balance)
 
 
-def _choose(scores_TE: Tensor, k: int, groups: Groups | None, best: int, balance: Balance, layer: int) -> Tensor:
+def _choose(scores_TE: Tensor, k: int, groups: Groups | None, best: int, balance: Balance) -> Tensor:
     """Expert ids [T, K]; a group is ranked by the sum of its `best` highest scores."""
     tokens, experts = scores_TE.shape
     scores_TE = scores_TE.detach()
-    if balance.forced is not None:
-        slots = torch.arange(tokens * k, device=scores_TE.device)
-        return balance.forced[(slots + layer) % experts].view(tokens, k)
+    if balance.forced_E is not None:
+        return balance.forced_E[torch.arange(tokens * k, device=scores_TE.device) % experts].view(tokens, k)
     if groups is not None:
         grouped_TGe = scores_TE.unflatten(-1, (groups.num, -1))
         rank_TG = grouped_TGe.sort(dim=-1, descending=True).values[..., :best].sum(-1)
@@ -166,7 +177,7 @@ def _choose(scores_TE: Tensor, k: int, groups: Groups | None, best: int, balance
 
 
 def _balanced(
-    weights_TK: Tensor, ids_TK: Tensor, logits_TE: Tensor, probs_TE: Tensor, balance: Balance, layer: int
+    weights_TK: Tensor, ids_TK: Tensor, logits_TE: Tensor, probs_TE: Tensor, balance: Balance
 ) -> tuple[Tensor, Routing]:
     """The weights with the losses attached, and the statistics."""
     tokens, experts = probs_TE.shape
@@ -176,7 +187,7 @@ def _balanced(
     counts_NE.scatter_add_(1, chosen, torch.ones_like(chosen))
     bal = probs_TE.new_zeros(())
     if balance.kind != "none":
-        load_NE = balance.counts_LE[layer][None] if balance.kind == "global_aux_loss" else counts_NE
+        load_NE = balance.counts_E[None] if balance.kind == "global_aux_loss" else counts_NE
         load_NE = load_NE + (load_NE.sum() == 0)  # even before the first step
         share_NE = load_NE.to(probs_TE.dtype) / load_NE.sum(1, keepdim=True)
         bal = experts / balance.global_tokens * (probs_TE.unflatten(0, (sets, -1)).sum(1) * share_NE).sum()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.ops.linear import accumulate_dtype, has_kernel
 
 
 @dataclass(frozen=True)
@@ -68,3 +68,28 @@ def weighted_swiglu_backward(da: Tensor, gate_up: Tensor, weight: Tensor, glu: G
         dgate.masked_fill_(raw_gate > glu.limit, 0)
         dup.masked_fill_(raw_up.abs() > glu.limit, 0)
     return dgate_up, dweight
+
+
+def biased(y_RN: Tensor, bias_EN: Tensor | None, expert_R: Tensor) -> Tensor:
+    """y + b of each row's expert, in the bias's fp32; without a bias y as it is."""
+    return y_RN if bias_EN is None else bias_EN[expert_R].add_(y_RN)
+
+
+def expert_activation(gate_up: Tensor, weight: Tensor, glu: Glu, bias_EN: Tensor | None, expert_R: Tensor) -> Tensor:
+    """w * act(gate_up + b of its expert), [R, I] in gate_up's dtype: one pass on CUDA."""
+    if has_kernel(gate_up):
+        from pithtrain.ops import kernels
+
+        return kernels.glu(gate_up, weight, glu.alpha, glu.limit, glu.offset, bias_EN, expert_R)
+    return weighted_swiglu(biased(gate_up, bias_EN, expert_R), weight, glu, gate_up.dtype)
+
+
+def expert_activation_backward(
+    da: Tensor, gate_up: Tensor, weight: Tensor, glu: Glu, bias_EN: Tensor | None, expert_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32): one pass on CUDA."""
+    if has_kernel(gate_up):
+        from pithtrain.ops import kernels
+
+        return kernels.glu_backward(da, gate_up, weight, glu.alpha, glu.limit, glu.offset, bias_EN, expert_R)
+    return weighted_swiglu_backward(da, biased(gate_up, bias_EN, expert_R), weight, glu)

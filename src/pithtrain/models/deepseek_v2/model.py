@@ -58,19 +58,19 @@ def build_layer(config: Config, index: int, weights: Mapping[str, Weight], table
         return Layer(index, Region(partial(_dense_layer, config, tables), matrices, vectors), None, None)
     experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
     shared = {name: matrices.pop(name) for name in list(matrices) if name.startswith("mlp.shared_experts.")}
-    attend = partial(_attend, config, index, tables, balance, None if bias is None else bias.data)
+    attend = partial(_attend, config, tables, balance, None if bias is None else bias.data)
     return Layer(index, Region(attend, matrices, vectors), Region(_shared, shared, {}), experts)
 
 
 def _attend(
     config: Config,
-    layer: int,
     tables: Tensor,
     balance: Balance,
     bias_E: Tensor | None,
     lin: Linears,
     vectors: Vectors,
     h_BSH: Tensor,
+    ids_TK: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
     """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
     mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
@@ -81,9 +81,9 @@ def _attend(
         groups = Groups(config.n_group, config.topk_group)
     logits = lin("mlp.gate", n)
     if bias_E is None:
-        weights_TK, routing = route_softmax(logits, k, normalize, factor, groups, balance, layer)
+        weights_TK, routing = route_softmax(logits, k, normalize, factor, groups, balance, ids_TK)
     else:
-        weights_TK, routing = route_sigmoid(logits, bias_E, k, normalize, factor, groups, balance, layer)
+        weights_TK, routing = route_sigmoid(logits, bias_E, k, normalize, factor, groups, balance, ids_TK)
     return (mid, n, weights_TK), routing
 
 

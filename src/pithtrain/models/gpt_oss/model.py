@@ -50,18 +50,28 @@ def build_layer(config: Config, index: int, weights: Mapping[str, Weight], table
         for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
     )
     experts = Experts(gate_up, down, gate_up_bias, down_bias, Glu(config.swiglu_alpha, config.swiglu_limit, 1.0))
-    return Layer(index, Region(partial(_attend, config, index, tables, balance), matrices, vectors), None, experts)
+    return Layer(
+        index, Region(partial(_attend, config, config.window(index), tables, balance), matrices, vectors), None, experts
+    )
 
 
 def _attend(
-    config: Config, layer: int, tables: Tensor, balance: Balance, lin: Linears, vectors: Vectors, h_BSH: Tensor
+    config: Config,
+    window: int | None,
+    tables: Tensor,
+    balance: Balance,
+    lin: Linears,
+    vectors: Vectors,
+    h_BSH: Tensor,
+    ids_TK: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
     """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
     x = rms_norm(h_BSH, vectors["input_layernorm"], config.rms_norm_eps)
     q, k, v = (lin(f"self_attn.{p}_proj", x).unflatten(-1, (-1, config.head_dim)) for p in "qkv")
     q, k = rotate_halves(q, tables), rotate_halves(k, tables)
-    out = attention(q, k, v, config.head_dim**-0.5, config.window(layer), vectors["self_attn.sinks"])
+    out = attention(q, k, v, config.head_dim**-0.5, window, vectors["self_attn.sinks"])
     mid = h_BSH + lin("self_attn.o_proj", out.flatten(2))
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
-    weights_TK, routing = route_top_k(lin("mlp.router", n), config.num_experts_per_tok, balance, layer)
+    logits = lin("mlp.router", n)
+    weights_TK, routing = route_top_k(logits, config.num_experts_per_tok, balance, ids_TK)
     return (mid, n, weights_TK), routing

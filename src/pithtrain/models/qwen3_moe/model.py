@@ -41,17 +41,23 @@ def build_layer(config: Config, index: int, weights: Mapping[str, Weight], table
     if not config.is_moe(index):
         return Layer(index, Region(partial(_dense_layer, config, tables), matrices, vectors), None, None)
     experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
-    return Layer(index, Region(partial(_attend, config, index, tables, balance), matrices, vectors), None, experts)
+    return Layer(index, Region(partial(_attend, config, tables, balance), matrices, vectors), None, experts)
 
 
 def _attend(
-    config: Config, layer: int, tables: Tensor, balance: Balance, lin: Linears, vectors: Vectors, h_BSH: Tensor
+    config: Config,
+    tables: Tensor,
+    balance: Balance,
+    lin: Linears,
+    vectors: Vectors,
+    h_BSH: Tensor,
+    ids_TK: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
     """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
     mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
     k, normalize = config.num_experts_per_tok, config.norm_topk_prob
-    weights_TK, routing = route_softmax(lin("mlp.gate", n), k, normalize, 1.0, None, balance, layer)
+    weights_TK, routing = route_softmax(lin("mlp.gate", n), k, normalize, 1.0, None, balance, ids_TK)
     return (mid, n, weights_TK), routing
 
 

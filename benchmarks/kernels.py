@@ -1,0 +1,446 @@
+"""Every Triton kernel of ops/kernels.py beside its plain twin and its ceiling, at the shapes of three models.
+
+    .venv/bin/python benchmarks/kernels.py [--only TEXT] [--json FILE]
+    .venv/bin/python benchmarks/kernels.py --tune --only weight        # tile settings of the weight gradient
+    .venv/bin/python benchmarks/kernels.py --check                     # tiny shapes, results compared, also on a CPU
+
+8,192 tokens (two sequences of 4,096) in bf16 on one GPU, random numbers, random routing. Ceilings are measured in the
+same run: a copy of 1 GiB, a matmul of 8,192^3; a kernel's is the larger of the two times that its bytes and its FLOPs
+take there. Twins are what plain torch offers: the functions beside the kernels in ops/, for weight gradients
+`F.grouped_mm` and an addition, for AdamW torch's fused one and a copy to bf16. torch's own kernels that a step calls
+(grouped GEMMs, cuDNN's attention, and flash's with a window) have rows too; the twin of an attention row is flash's
+without a window for cuDNN, and cuDNN's without a window for flash's with one.
+
+A time is the median over single calls, each behind a pass that empties the cache and lets the host run ahead. Ends with
+a line for each kernel of ours that does not beat its twin. Exit code 2 without a GPU, unless --check is given.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from throughput import align, answer, ask_clocks, machine, machine_text
+
+if not torch.cuda.is_available():  # before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from torch.optim.adamw import adamw
+
+from pithtrain.models.contract import causal_keys
+from pithtrain.ops import kernels
+from pithtrain.ops.attention import CUDNN, FLASH
+from pithtrain.ops.cross_entropy import CHUNK, plain_loss_and_grad
+from pithtrain.ops.grouped import (
+    grouped_linear,
+    grouped_linear_dx,
+    plain_grouped_sum,
+    plain_grouped_weight_grad,
+)
+from pithtrain.ops.kernels import Tiles
+from pithtrain.ops.permute import Slots, order_slots, plain_ordered_sum
+from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
+
+REPEATS = 15
+CANDIDATES = (  # n, k, rows, warps, stages, group; below 114 KB of shared memory a SM holds two programs
+    *(Tiles(128, 128, 64, 4, 3, group) for group in (8, 2, 4, 16)),
+    *(Tiles(128, 128, 64, warps, stages) for warps, stages in ((4, 2), (4, 4), (8, 3))),
+    *(Tiles(128, 128, 32, warps, stages) for warps, stages in ((4, 3), (4, 5), (8, 5))),
+    *(Tiles(n, k, 64, 4, stages) for n, k in ((128, 64), (64, 128)) for stages in (3, 4)),
+    *(Tiles(n, k, 64, 8, 3) for n, k in ((128, 256), (256, 128))),
+)
+
+
+class Shape(NamedTuple):
+    """Of a model's layer. `heads`: of q and of k, widths of k and of v."""
+
+    name: str
+    tokens: int
+    sequence: int
+    experts: int
+    slots: int
+    hidden: int
+    width: int
+    vocab: int
+    chunk: int  # tokens of the cross entropy
+    parameters: int  # of AdamW
+    heads: tuple[int, int, int, int]
+    glu: Glu
+    bias: bool
+    window: int | None
+
+
+SHAPES = (
+    Shape("qwen3", 8192, 4096, 128, 8, 2048, 768, 151936, CHUNK, 400_000_000, (32, 4, 128, 128), SILU, False, None),
+    Shape("deepseek", 8192, 4096, 64, 6, 2048, 1408, 102400, CHUNK, 0, (16, 16, 192, 128), SILU, False, None),
+    Shape(
+        *("gpt-oss", 8192, 4096, 32, 4, 2880, 2880, 201088, CHUNK, 0, (64, 8, 64, 64)),
+        *(Glu(1.702, 7.0, 1.0), True, 128),
+    ),
+)
+TINY = (
+    Shape("tiny", 16, 8, 4, 2, 24, 16, 100, 8, 1500, (2, 1, 8, 8), SILU, False, None),
+    Shape("tiny-bias", 16, 8, 4, 2, 24, 20, 100, 8, 0, (2, 1, 8, 8), Glu(1.7, 0.5, 1.0), True, 3),
+)
+
+
+class Case(NamedTuple):
+    """A row of the table. Both functions answer with what they computed; sums into a tensor go to one each."""
+
+    kernel: str
+    shape: str
+    run: Callable[[], Any]
+    twin: Callable[[], Any] | None
+    num_bytes: float
+    flops: float = 0.0
+    ours: bool = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel has TEXT in its name")
+    parser.add_argument("--tune", action="store_true", help="time other tiles of the weight gradient too")
+    parser.add_argument("--check", action="store_true", help="tiny shapes: compare the results, measure nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if not gpu and not arguments.check:
+        print("error: this measures a GPU, and torch sees none; --check compares results on a CPU", file=sys.stderr)
+        sys.exit(2)
+    if arguments.check:
+        wrong = check(arguments.only, gpu)
+        sys.exit(wrong > 0)
+    told: dict[str, Any] = {"machine": machine(), "ceilings": measure_ceilings()}
+    flops, copy = told["ceilings"]["matmul_tflops"], told["ceilings"]["copy_tb_s"]
+    print(machine_text(told["machine"]))
+    print(f"ceilings: copy {copy:.2f} TB/s, matmul {flops:.0f} TFLOP/s; clocks {told['ceilings']['clocks'] or '-'}\n")
+    told["rows"] = [
+        measure(case, flops, copy) for shape in SHAPES for case in cases(shape, gpu) if arguments.only in case.kernel
+    ]
+    print(table(told["rows"]))
+    if arguments.tune:
+        told["tune"] = tune()
+    slower = [row for row in told["rows"] if row["ours"] and row["ms"] >= row["twin_ms"]]
+    for row in slower:
+        print(f"DOES NOT BEAT ITS TWIN: {row['kernel']} at {row['shape']}: {row['ms']:.3f} >= {row['twin_ms']:.3f} ms")
+    if not slower:
+        print("every kernel of ours beats its twin")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
+    """The rows of one shape, each with inputs that live as long as it. Without a GPU all is fp32: the interpreter
+    multiplies bf16 as integers."""
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    torch.manual_seed(0)
+
+    def rand(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*sizes, dtype=dtype, device=device)
+
+    ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
+    slots = order_slots(ids, shape.experts, shape.tokens * shape.slots)
+    yield from slot_cases(shape, slots, rand)
+    yield from product_cases(shape, "gate_up", 2 * shape.width, shape.hidden, slots.ends_E, rand)
+    yield from product_cases(shape, "down", shape.hidden, shape.width, slots.ends_E, rand)
+    yield cross_entropy_case(shape, rand)
+    if shape.parameters:
+        yield adamw_case(shape.parameters, shape.name, dtype, device)
+    if gpu:
+        yield from attention_cases(shape, rand)
+
+
+Rand = Callable[..., Tensor]
+
+
+def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
+    """Pointwise over the slots of the experts."""
+    rows, hidden, width, glu, expert = len(slots.row_R), shape.hidden, shape.width, shape.glu, slots.expert_R
+    y, gate_up, da = rand(rows, hidden), rand(rows, 2 * width), rand(rows, width)
+    weight, index, dtype = rand(rows, dtype=torch.float32).sigmoid(), slots.slot_Uq, y.dtype
+    down_bias = (rand(shape.experts, hidden, dtype=torch.float32), expert, weight) if shape.bias else ()
+    yield Case(
+        "ordered_sum",
+        shape.name,
+        lambda: kernels.ordered_sum(y, index, dtype, *down_bias),
+        lambda: plain_ordered_sum(y, index, dtype, *down_bias),
+        y.element_size() * (rows + shape.tokens) * hidden,
+    )
+    bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None
+    options = (glu.alpha, glu.limit, glu.offset, bias, expert)
+    yield Case(
+        "glu",
+        shape.name,
+        lambda: kernels.glu(gate_up, weight, *options),
+        lambda: weighted_swiglu(biased(gate_up, bias, expert), weight, glu, dtype),
+        3 * da.nbytes,
+    )
+    yield Case(
+        "glu_backward",
+        shape.name,
+        lambda: kernels.glu_backward(da, gate_up, weight, *options),
+        lambda: weighted_swiglu_backward(da, biased(gate_up, bias, expert), weight, glu),
+        5 * da.nbytes,
+    )
+
+
+def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: Rand) -> Iterator[Case]:
+    """Of the matrices [E, n, k]: forward and input gradient by torch, weight and bias gradient by us."""
+    rows, experts = shape.tokens * shape.slots, shape.experts
+    dy, x, matrices = rand(rows, n), rand(rows, k), rand(experts, n, k)
+    about = (None, dy.nbytes + x.nbytes + matrices.nbytes, 2.0 * rows * n * k, False)
+    if dy.is_cuda:
+        yield Case(f"grouped_mm {part}", shape.name, lambda: grouped_linear(x, matrices, ends), *about)
+        yield Case(f"grouped_mm {part} dgrad", shape.name, lambda: grouped_linear_dx(dy, matrices, ends), *about)
+    mine, theirs = (torch.zeros(experts, n, k, device=dy.device) for _ in range(2))
+    yield weight_grad(f"grouped_weight_grad {part}", shape.name, dy, x, mine, theirs, ends)
+    if shape.bias:
+        my_sum, their_sum = (torch.zeros(experts, n, device=dy.device) for _ in range(2))
+        yield Case(
+            f"grouped_sum {part}",
+            shape.name,
+            lambda: (kernels.add_grouped_sum(my_sum, dy, ends), my_sum)[1],
+            lambda: (plain_grouped_sum(their_sum, dy, ends), their_sum)[1],
+            dy.nbytes + 2 * my_sum.nbytes,
+        )
+
+
+def cross_entropy_case(shape: Shape, rand: Rand) -> Case:
+    """fp32 logits read twice, their gradient written; the twin works in place: numbers change, the time does not."""
+    logits, dtype = rand(shape.chunk, shape.vocab, dtype=torch.float32), rand(0).dtype
+    labels = torch.randint(shape.vocab, (shape.chunk,), device=logits.device)
+    scale = torch.ones((), device=logits.device)
+
+    def twin() -> tuple[Tensor, Tensor]:
+        loss, grad = plain_loss_and_grad(logits, labels, scale)
+        return loss, grad.to(dtype)
+
+    num_bytes = logits.numel() * (8 + dtype.itemsize)
+    return Case(
+        "cross_entropy", shape.name, lambda: kernels.cross_entropy(logits, labels, scale, dtype), twin, num_bytes
+    )
+
+
+def weight_grad(
+    kernel: str, shape: str, dy: Tensor, x: Tensor, ours: Tensor, theirs: Tensor, ends: Tensor, *tiles: Tiles
+) -> Case:
+    """`theirs` is the twin's sum."""
+
+    def plain() -> Tensor:
+        if dy.is_cuda:
+            return theirs.add_(F.grouped_mm(dy.t(), x, offs=ends))
+        plain_grouped_weight_grad(theirs, dy, x, ends)
+        return theirs
+
+    rows, n, k = len(dy), dy.shape[1], x.shape[1]
+    return Case(
+        kernel,
+        shape,
+        lambda: (kernels.add_grouped_weight_grad(ours, dy, x, ends, *tiles), ours)[1],
+        plain,
+        dy.element_size() * rows * (n + k) + 8 * ours.numel(),
+        2.0 * rows * n * k,
+    )
+
+
+def adamw_case(size: int, shape: str, dtype: torch.dtype, device: str) -> Case:
+    given = [torch.randn(size, device=device) for _ in range(4)]
+    given[2].abs_()  # a second moment
+    grad = given.pop()
+    mine, theirs = ([x.clone() for x in given] for _ in range(2))
+    weights = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
+    step, one, zero = (torch.full((), value, device=device) for value in (1.0, 1.0, 0.0))
+    torch_step = zero.clone()  # torch counts before it updates
+
+    def run() -> list[Tensor]:
+        kernels.adamw(*mine, grad, weights[0], step, one, zero, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+        return [*mine, weights[0]]
+
+    def twin() -> list[Tensor]:
+        adamw(
+            *([theirs[0]], [grad], [theirs[1]], [theirs[2]], [], [torch_step]),
+            **{"fused": True, "grad_scale": one, "found_inf": zero, "amsgrad": False, "maximize": False},
+            **{"beta1": 0.9, "beta2": 0.95, "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8},
+        )
+        weights[1].copy_(theirs[0])
+        return [*theirs, weights[1]]
+
+    return Case("adamw", shape, run, twin, (28 + weights[0].element_size()) * size)
+
+
+def attention_cases(shape: Shape, rand: Rand) -> Iterator[Case]:
+    """By the pairs that ops/attention.py chooses from; FLOPs backward are 2.5 times those forward."""
+    hq, hk, dk, dv = shape.heads
+    batch, s = shape.tokens // shape.sequence, shape.sequence
+    q, k, v = rand(batch, s, hq, dk), rand(batch, s, hk, dk), rand(batch, s, hk, dv)
+    dout, scale = rand(batch, s, hq, dv), dk**-0.5
+    plans = [("cudnn", CUDNN, None, FLASH)]
+    plans += [(f"flash window {shape.window}", FLASH, shape.window, CUDNN)] if shape.window else []
+    for label, pair, window, other in plans:
+        flops = 2.0 * hq * (dk + dv) * causal_keys(s, window) * shape.tokens
+        moved = 2 * (q.numel() + k.numel() + v.numel() + dout.numel())
+        saved, saved_other = pair.forward(q, k, v, scale, window), other.forward(q, k, v, scale, None)
+        yield Case(
+            f"attention {label}",
+            shape.name,
+            lambda: pair.forward(q, k, v, scale, window),  # noqa: B023
+            lambda: other.forward(q, k, v, scale, None),  # noqa: B023
+            *(moved, flops, False),
+        )
+        yield Case(
+            f"attention {label} backward",
+            shape.name,
+            lambda: pair.backward(dout, q, k, v, *saved, scale, window),  # noqa: B023
+            lambda: other.backward(dout, q, k, v, *saved_other, scale, None),  # noqa: B023
+            *(2 * moved, 2.5 * flops, False),
+        )
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median over calls, after two that warm up."""
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - begin)
+    cache = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        work()
+    spans: list[float] = []
+    for _ in range(repeats):
+        cache.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        spans.append(begin.elapsed_time(end))
+    return statistics.median(spans)
+
+
+def measure_ceilings() -> dict[str, Any]:
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    copied = milliseconds(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    asked = ask_clocks()
+    multiplied = milliseconds(lambda: a @ b, 100)
+    return {
+        "copy_tb_s": 2 * source.nbytes / copied / 1e9,
+        "matmul_tflops": 2 * 8192**3 / multiplied / 1e9,
+        "clocks": answer(asked),
+    }
+
+
+def measure(case: Case, flops: float, copy: float) -> dict[str, Any]:
+    """`flops` and `copy`: the ceilings, in TFLOP/s and TB/s."""
+    ms = milliseconds(case.run)
+    twin_ms = milliseconds(case.twin) if case.twin else None
+    ceiling_ms = max(case.num_bytes / copy, case.flops / flops) / 1e9
+    row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "ours": case.ours, "ms": ms, "twin_ms": twin_ms}
+    row |= {"ceiling_percent": 100 * ceiling_ms / ms, "tb_s": case.num_bytes / ms / 1e9}
+    return row | {"tflops": case.flops / ms / 1e9 if case.flops else None}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [["kernel", "shape", "ours", "ms", "twin ms", "faster", "of ceiling", "TB/s", "TFLOP/s"]]
+    for row in rows:
+        twin = row["twin_ms"]
+        line = [row["kernel"], row["shape"], "yes" if row["ours"] else "", f"{row['ms']:.3f}"]
+        line += ["-", "-"] if twin is None else [f"{twin:.3f}", f"{twin / row['ms']:.2f} x"]
+        line += [f"{row['ceiling_percent']:.0f} %", f"{row['tb_s']:.2f}"]
+        lines.append([*line, f"{row['tflops']:.0f}" if row["tflops"] else "-"])
+    return align(lines)
+
+
+def check(only: str, gpu: bool) -> int:
+    """How many kernels of ours differ from their twins at tiny shapes; says each."""
+    wrong = 0
+    for case in itertools.chain.from_iterable(cases(shape, gpu) for shape in TINY):
+        if only not in case.kernel or not case.ours or case.twin is None:
+            continue
+        got, want = case.run(), case.twin()
+        try:
+            torch.testing.assert_close(got, want, **({"rtol": 2e-2, "atol": 2e-2} if gpu else {}))
+        except AssertionError as error:
+            wrong += 1
+            print(f"DIFFERS: {case.kernel} at {case.shape}: {error}")
+        else:
+            print(f"equal: {case.kernel} at {case.shape}")
+    return wrong
+
+
+# ---- tiles of the weight gradient ------------------------------------------------------------------------------------
+
+
+def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
+    """Every candidate at every product, the best three and the present setting told; compiled beforehand by several
+    processes, through Triton's cache on the disk."""
+    products = [(s, part, n, k) for s in shapes for part, n, k in products_of(s)]
+    if torch.cuda.is_available():
+        wanted = [(n, k, tiles) for *_, n, k in products for tiles in CANDIDATES]
+        workers = min(12, os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+            list(pool.map(compile_weight_grad, *zip(*wanted, strict=True), chunksize=2))
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    found: list[dict[str, Any]] = []
+    total = dict.fromkeys(CANDIDATES, 0.0)
+    for shape, part, n, k in products:
+        rows = shape.tokens * shape.slots
+        ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
+        ends = order_slots(ids, shape.experts, rows).ends_E
+        dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (n, k))
+        main = torch.zeros(shape.experts, n, k, device=device)
+        timed: list[tuple[float, Tiles]] = []
+        for tiles in CANDIDATES:
+            case = weight_grad("", "", dy, x, main, main, ends, tiles)
+            try:
+                ms = milliseconds(case.run, 7)
+            except Exception as error:  # too much shared memory, say
+                print(f"{shape.name} {part} {tuple(tiles)}: {str(error).splitlines()[0][:100]}")
+                ms = float("inf")
+            timed.append((ms, tiles))
+            total[tiles] += ms
+        for ms, tiles in sorted(timed):
+            found.append({"shape": shape.name, "part": part, "tiles": tiles._asdict(), "ms": ms})
+        now = next(ms for ms, tiles in timed if tiles == kernels.WEIGHT_GRAD_TILES)
+        best = "; ".join(f"{tuple(tiles)} {ms:.3f} ms" for ms, tiles in sorted(timed)[:3])
+        print(f"tiles {shape.name} {part}: {best}; now {now:.3f} ms ({2e-9 * rows * n * k / now:.0f} TFLOP/s)")
+        del dy, x, main
+    for ms, tiles in sorted((ms, tiles) for tiles, ms in total.items())[:3]:
+        print(f"tiles over all products: {tuple(tiles)} {ms:.3f} ms; now {total[kernels.WEIGHT_GRAD_TILES]:.3f} ms")
+    return found
+
+
+def products_of(shape: Shape) -> tuple[tuple[str, int, int], ...]:
+    return ("gate_up", 2 * shape.width, shape.hidden), ("down", shape.hidden, shape.width)
+
+
+def compile_weight_grad(n: int, k: int, tiles: Tiles) -> None:
+    """As `kernels.add_grouped_weight_grad` will ask for it; what fails here fails there again and is told there."""
+    types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.int32)
+    blocks = (n, k, kernels._block(n, tiles.n), kernels._block(k, tiles.k), tiles.rows, tiles.group)
+    with contextlib.suppress(Exception):
+        kernels._grouped_weight_grad.warmup(*types, *blocks, grid=(1,), num_warps=tiles.warps, num_stages=tiles.stages)
+
+
+if __name__ == "__main__":
+    main()

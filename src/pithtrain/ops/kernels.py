@@ -1,0 +1,382 @@
+"""The Triton kernels of the step, bf16 on CUDA: what moves bytes in one pass where plain torch takes several.
+
+Each has its plain twin in the file that calls it, which says what is computed and is what a CPU, fp32 and float64 run;
+tests hold the two together in Triton's interpreter and on a GPU. This file is imported where a tensor is on CUDA, since
+there is no Triton where there is no GPU. Everything is summed in fp32 in a fixed order: no atomics.
+
+`benchmarks/kernels.py` times each beside its twin and its ceiling.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+constexpr = tl.constexpr
+
+
+def _block(size: int, most: int) -> int:
+    return min(triton.next_power_of_2(size), most)
+
+
+# ---- sums over slots (permute.ordered_sum) ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _ordered_sum(
+    values, index, out, bias, expert, weight, H: constexpr, C: constexpr, BIAS: constexpr, BLOCK: constexpr
+):
+    n = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for c in tl.static_range(C):
+        row = tl.load(index + n * C + c)
+        keep = (cols < H) & (row >= 0)
+        total += tl.load(values + row * H + cols, mask=keep, other=0.0).to(tl.float32)
+        if BIAS:
+            e = tl.load(expert + row, mask=row >= 0, other=0)
+            w = tl.load(weight + row, mask=row >= 0, other=0.0)
+            total += w * tl.load(bias + e * H + cols, mask=keep, other=0.0)
+    tl.store(out + n * H + cols, total.to(out.dtype.element_ty), mask=cols < H)
+
+
+def ordered_sum(
+    values_RH: Tensor,
+    index_NC: Tensor,
+    dtype: torch.dtype,
+    bias_EH: Tensor | None = None,
+    expert_R: Tensor | None = None,
+    weight_R: Tensor | None = None,
+) -> Tensor:
+    """out[n] = sum over c, in order, of values[index[n, c]] (+ w b of its expert), rounded once to `dtype`; -1 adds
+    nothing. A program per row of the output."""
+    (rows, count), width = index_NC.shape, values_RH.shape[1]
+    out = torch.empty(rows, width, dtype=dtype, device=values_RH.device)
+    block = _block(width, 1024)
+    grid = (rows, triton.cdiv(width, block))
+    if rows:
+        _ordered_sum[grid](
+            *(values_RH, index_NC.contiguous(), out, bias_EH, expert_R, weight_R),
+            *(width, count, bias_EH is not None, block),
+        )
+    return out
+
+
+# ---- gated activations (swiglu) --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gate_and_up(
+    gate_up,
+    bias,
+    expert,
+    r,
+    cols,
+    keep,
+    width: constexpr,
+    LIMIT: constexpr,
+    BIAS: constexpr,
+):
+    """Raw gate and up of one row, fp32, biased; and whether each lies within the limit (a NaN does: it must show)."""
+    g = tl.load(gate_up + r * 2 * width + cols, mask=keep, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + r * 2 * width + width + cols, mask=keep, other=0.0).to(tl.float32)
+    if BIAS:
+        e = tl.load(expert + r)
+        g += tl.load(bias + e * 2 * width + cols, mask=keep, other=0.0)
+        u += tl.load(bias + e * 2 * width + width + cols, mask=keep, other=0.0)
+    g_beyond = g > LIMIT
+    u_beyond = tl.abs(u) > LIMIT
+    g = tl.where(g_beyond, LIMIT, g)
+    u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+    return g, u, g_beyond, u_beyond
+
+
+@triton.jit
+def _glu(
+    gate_up,
+    weight,
+    bias,
+    expert,
+    out,
+    width: constexpr,
+    ALPHA: constexpr,
+    LIMIT: constexpr,
+    OFFSET: constexpr,
+    BIAS: constexpr,
+    BLOCK: constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    w = tl.load(weight + r)
+    for start in tl.static_range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < width
+        g, u, _, _ = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
+        a = w * (g * tl.sigmoid(ALPHA * g) * (u + OFFSET))
+        tl.store(out + r * width + cols, a.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _glu_backward(
+    da,
+    gate_up,
+    weight,
+    bias,
+    expert,
+    dgate_up,
+    dweight,
+    width: constexpr,
+    ALPHA: constexpr,
+    LIMIT: constexpr,
+    OFFSET: constexpr,
+    BIAS: constexpr,
+    BLOCK: constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    w = tl.load(weight + r)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < width
+        g, u, g_beyond, u_beyond = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
+        u += OFFSET
+        d = tl.load(da + r * width + cols, mask=keep, other=0.0).to(tl.float32)
+        s = tl.sigmoid(ALPHA * g)
+        silu = g * s
+        total += d * silu * u
+        d *= w
+        dg = tl.where(g_beyond, 0.0, d * u * (s + ALPHA * silu * (1 - s)))
+        du = tl.where(u_beyond, 0.0, d * silu)
+        tl.store(dgate_up + r * 2 * width + cols, dg.to(dgate_up.dtype.element_ty), mask=keep)
+        tl.store(dgate_up + r * 2 * width + width + cols, du.to(dgate_up.dtype.element_ty), mask=keep)
+    tl.store(dweight + r, tl.sum(total, 0))
+
+
+def _options(width: int, alpha: float, limit: float | None, offset: float, bias: Tensor | None) -> tuple[Any, ...]:
+    return width, alpha, float("inf") if limit is None else limit, offset, bias is not None, _block(width, 1024)
+
+
+def glu(
+    gate_up: Tensor,
+    weight: Tensor,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    bias_EN: Tensor | None,
+    expert_R: Tensor,
+) -> Tensor:
+    """w * act(gate_up + b of its expert), [R, I] in gate_up's dtype. A program per row."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    if rows:
+        _glu[(rows,)](gate_up, weight, bias_EN, expert_R, out, *_options(width, alpha, limit, offset, bias_EN))
+    return out
+
+
+def glu_backward(
+    da: Tensor,
+    gate_up: Tensor,
+    weight: Tensor,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    bias_EN: Tensor | None,
+    expert_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """-> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32). A program per row."""
+    rows, width = da.shape
+    dgate_up, dweight = da.new_empty(gate_up.shape), torch.empty_like(weight)
+    if rows:
+        _glu_backward[(rows,)](
+            *(da, gate_up, weight, bias_EN, expert_R, dgate_up, dweight),
+            *_options(width, alpha, limit, offset, bias_EN),
+        )
+    return dgate_up, dweight
+
+
+# ---- cross entropy (cross_entropy) -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cross_entropy(logits, labels, scale, grad, losses, V: constexpr, BLOCK: constexpr):
+    """Pass 1: a running maximum and sum per lane; pass 2: the gradient, the target's -1 inside the vector expression (a
+    second store to one element would race)."""
+    t = tl.program_id(0).to(tl.int64)
+    y = tl.load(labels + t)
+    factor = tl.load(scale)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"))
+        new = tl.maximum(top, s)
+        base = tl.where(new == float("-inf"), 0.0, new)  # a lane beyond V has seen nothing
+        total = total * tl.exp(top - base) + tl.exp(s - base)
+        top = new
+    peak = tl.max(top, 0)
+    lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
+    valid = y >= 0
+    # a label beyond the vocabulary shows as a loss of NaN, and reads nothing
+    target = tl.load(logits + t * V + y, mask=valid & (y < V), other=float("nan"))
+    tl.store(losses + t, tl.where(valid, (lse - target) * factor, 0.0))
+    factor = tl.where(valid, factor, 0.0)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"))
+        g = factor * (tl.exp(s - lse) - (cols == y).to(tl.float32))
+        g = tl.where(valid, g, 0.0)
+        tl.store(grad + t * V + cols, g.to(grad.dtype.element_ty), mask=cols < V)
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """-> (summed scaled loss, its gradient [T, V] in `dtype`). fp32 logits are read twice; a negative label is a token
+    without loss. A program per token."""
+    tokens, vocab = logits_TV.shape
+    grad = torch.empty(tokens, vocab, dtype=dtype, device=logits_TV.device)
+    losses = logits_TV.new_empty(tokens)
+    _cross_entropy[(tokens,)](logits_TV, labels_T, scale, grad, losses, vocab, _block(vocab, 4096), num_warps=8)
+    return losses.sum(), grad
+
+
+# ---- weight gradients of experts (grouped) ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _grouped_weight_grad(
+    dy,
+    x,
+    main,
+    ends,
+    N: constexpr,
+    K: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    BR: constexpr,
+    GROUP: constexpr,
+):
+    """A program per (expert, tile); GROUP tiles of N share their x in the L2 cache."""
+    tiles_n: constexpr = (N + BN - 1) // BN
+    tiles_k: constexpr = (K + BK - 1) // BK
+    e = tl.program_id(0) // (tiles_n * tiles_k)
+    tile = tl.program_id(0) % (tiles_n * tiles_k)
+    first = tile // (GROUP * tiles_k) * GROUP
+    size = tl.minimum(tiles_n - first, GROUP)
+    tile_n = first + tile % (GROUP * tiles_k) % size
+    tile_k = tile % (GROUP * tiles_k) // size
+    begin = tl.load(ends + e - 1, mask=e > 0, other=0)
+    end = tl.load(ends + e)
+    if begin < end:
+        ns = tile_n * BN + tl.arange(0, BN)
+        ks = tile_k * BK + tl.arange(0, BK)
+        total = tl.zeros([BN, BK], tl.float32)
+        for r in range(begin, end, BR):
+            rows = (r + tl.arange(0, BR)).to(tl.int64)
+            keep = rows < end
+            a = tl.load(dy + rows[:, None] * N + ns[None, :], mask=keep[:, None] & (ns < N)[None, :], other=0.0)
+            b = tl.load(x + rows[:, None] * K + ks[None, :], mask=keep[:, None] & (ks < K)[None, :], other=0.0)
+            total = tl.dot(tl.trans(a), b, total)
+        at = main + e.to(tl.int64) * N * K + ns[:, None] * K + ks[None, :]
+        keep = (ns < N)[:, None] & (ks < K)[None, :]
+        tl.store(at, tl.load(at, mask=keep) + total, mask=keep)
+
+
+class Tiles(NamedTuple):
+    """A program's part of a weight gradient: [n, k] of main, `rows` at a time; `group` tiles of N run side by side."""
+
+    n: int = 128
+    k: int = 128
+    rows: int = 64
+    warps: int = 4
+    stages: int = 3
+    group: int = 4
+
+
+WEIGHT_GRAD_TILES = Tiles()  # `benchmarks/kernels.py --tune` measures others
+
+
+def add_grouped_weight_grad(
+    main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor, tiles: Tiles = WEIGHT_GRAD_TILES
+) -> None:
+    """main[e] += dy_e^T x_e: fp32 over all rows of an expert, one addition to main; an expert without rows returns."""
+    experts, n, k = main_ENK.shape
+    bn, bk = _block(n, tiles.n), _block(k, tiles.k)
+    grid = (experts * triton.cdiv(n, bn) * triton.cdiv(k, bk),)
+    _grouped_weight_grad[grid](
+        *(dy_RN.contiguous(), x_RK.contiguous(), main_ENK, ends_E, n, k, bn, bk, tiles.rows, tiles.group),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+@triton.jit
+def _grouped_sum(rows, main, ends, N: constexpr, BN: constexpr, BR: constexpr):
+    e = tl.program_id(0).to(tl.int64)
+    ns = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.load(ends + e - 1, mask=e > 0, other=0)
+    end = tl.load(ends + e)
+    total = tl.zeros([BR, BN], tl.float32)
+    for r in range(begin, end, BR):
+        at = (r + tl.arange(0, BR)).to(tl.int64)
+        keep = (at < end)[:, None] & (ns < N)[None, :]
+        total += tl.load(rows + at[:, None] * N + ns[None, :], mask=keep, other=0.0).to(tl.float32)
+    here = main + e * N + ns
+    tl.store(here, tl.load(here, mask=ns < N) + tl.sum(total, 0), mask=ns < N)
+
+
+def add_grouped_sum(main_EN: Tensor, rows_RN: Tensor, ends_E: Tensor) -> None:
+    """main[e] += the sum of expert e's rows. A program per expert and 64 columns."""
+    experts, n = main_EN.shape
+    block = _block(n, 64)
+    _grouped_sum[(experts, triton.cdiv(n, block))](rows_RN, main_EN, ends_E, n, block, 32)
+
+
+# ---- AdamW (zero) ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _adamw(
+    master, exp_avg, exp_avg_sq, grad, weight, step, clip, skipped, size, lr, beta1, beta2, eps, decay, BLOCK: constexpr
+):
+    if tl.load(skipped) == 0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        keep = at < size
+        done = tl.load(step)
+        g = tl.load(grad + at, mask=keep, other=0.0) / tl.load(clip)
+        p = tl.load(master + at, mask=keep, other=0.0)
+        m = tl.load(exp_avg + at, mask=keep, other=0.0)
+        v = tl.load(exp_avg_sq + at, mask=keep, other=0.0)
+        m += (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        correction1 = 1 - tl.exp2(done * tl.log2(beta1))
+        correction2 = 1 - tl.exp2(done * tl.log2(beta2))
+        p -= lr * decay * p
+        p -= lr / correction1 * m / (tl.sqrt(v / correction2) + eps)
+        tl.store(master + at, p, mask=keep)
+        tl.store(exp_avg + at, m, mask=keep)
+        tl.store(exp_avg_sq + at, v, mask=keep)
+        tl.store(weight + at, p.to(weight.dtype.element_ty), mask=keep)
+
+
+def adamw(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    step: Tensor,
+    clip: Tensor,
+    skipped: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
+    """One update in place; `weight` receives the rounded master. `step` counts this update, `clip` divides the gradient
+    and `skipped` = 1 leaves everything: device scalars in fp32, so nothing is read by the host."""
+    size = master.numel()
+    if size:
+        _adamw[(triton.cdiv(size, 1024),)](
+            *(master, exp_avg, exp_avg_sq, grad, weight, step, clip, skipped),
+            *(size, lr, *betas, eps, decay, 1024),
+        )

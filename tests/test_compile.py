@@ -1,0 +1,105 @@
+"""Compiled regions: one graph per kind of region, no break, no recompilation, and the gradients of eager.
+
+The backend is `aot_eager`, which traces, partitions and guards as the real one does and compiles nothing; one test runs
+the real one where there is a C++ compiler.
+"""
+
+import functools
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
+
+from harness import ALONE, Ran, batches_of, distance, gather_ran, make_spec, single, steps_job
+from pithtrain.build import build
+from pithtrain.spec import RunSpec
+from pithtrain.train import train_step
+
+# torch's own, while it traces
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+KINDS = {"qwen3_moe": 3, "deepseek_v2": 4, "gpt_oss": 3}  # dense, with experts, shared, windowed, the last norm
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def spec_of(family: str, enabled: bool = True, **sections: Any) -> RunSpec:
+    return make_spec(architecture=family, compile={"enabled": enabled}, training={"global_batch_size": 4}, **sections)
+
+
+def ran(family: str, enabled: bool) -> Ran:
+    return gather_ran([steps_job(ALONE, spec_of(family, enabled).model_dump(mode="json"), 2)])
+
+
+def assert_same(got: Ran, want: Ran, tolerance: float) -> None:
+    for mine, theirs in zip(got.counts, want.counts, strict=True):
+        assert (mine == theirs).all()
+    assert max(distance(got.first_grads[name], grad) for name, grad in want.first_grads.items()) <= tolerance
+    assert max(distance(got.masters[name], master) for name, master in want.masters.items()) <= 10 * tolerance
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.usefixtures("traced")
+def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None:
+    """Layers that differ in numbers alone share a graph: selection counts, a forced order, weights."""
+    assert_same(ran(family, True), ran(family, False), 1e-6)
+    assert counters["stats"]["unique_graphs"] == KINDS[family]
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("family", "moe"),
+    [
+        ("qwen3_moe", {"load_balance_type": "global_aux_loss", "aux_loss_coef": 0.01}),
+        ("deepseek_v2", {"load_balance_type": "seq_aux_loss", "aux_loss_coef": 0.01, "z_loss_coef": 0.01}),
+        ("gpt_oss", {"load_balance_type": "none", "aux_loss_coef": 0.0, "force_load_balance": True}),
+    ],
+)
+@pytest.mark.usefixtures("traced")
+def test_case_168_nothing_is_compiled_again_whatever_the_routing(family: str, moe: dict[str, Any]) -> None:
+    """30 steps; a recompilation after the first one raises. Expert inputs are ragged, and no region sees them."""
+    spec = spec_of(family, moe=moe)
+    with single(spec) as world:
+        engine = build(spec, world)
+        train_step(engine, spec, batches_of(spec, engine, 0), 1e-2)
+        assert counters["stats"]["unique_graphs"] == KINDS[family]
+        seen = set()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(1, 30):
+                result = train_step(engine, spec, batches_of(spec, engine, step), 1e-2)
+                seen.add(tuple(result.stats.counts_LE.flatten().tolist()))
+        assert len(seen) > 20 or spec.moe.force_load_balance
+        assert counters["stats"]["unique_graphs"] == KINDS[family]
+        assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("traced")
+def test_too_many_graphs_are_an_error_and_no_silent_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pithtrain.build.COMPILED_GRAPHS", 1)
+    spec = spec_of("qwen3_moe")
+    with single(spec) as world:
+        engine = build(spec, world)
+        with pytest.raises(FailOnRecompileLimitHit):
+            train_step(engine, spec, batches_of(spec, engine, 0), 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_case_167_the_real_compiler_on_this_machine() -> None:
+    """Two steps; the versions stand in a run's submit.json."""
+    assert_same(ran("qwen3_moe", True), ran("qwen3_moe", False), 1e-5)
+    assert counters["stats"]["unique_graphs"] == KINDS["qwen3_moe"]

@@ -1,0 +1,140 @@
+"""Each Triton kernel against its plain twin: in Triton's interpreter on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pithtrain.ops.cross_entropy import IGNORE, plain_loss_and_grad
+from pithtrain.ops.grouped import plain_grouped_sum, plain_grouped_weight_grad
+from pithtrain.ops.permute import order_slots, plain_ordered_sum
+from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
+
+# the interpreter makes Python numbers of arrays with one element
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+kernels = pytest.importorskip("pithtrain.ops.kernels", reason="needs triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GLUS = {"silu": SILU, "clamped": Glu(1.702, 0.5, 1.0)}
+SIZES = [(8, 24, 16), (5, 40, 24), (3, 1, 8), (4, 0, 8)]  # experts, rows, width; some experts get none
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape).to(dtype).to(DEVICE)
+
+
+def slots_of(experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(expert of each row in ascending order, end offsets), skewed: the last expert never gets any."""
+    ids = (torch.rand(rows) ** 2 * (experts - 1)).long().sort().values
+    return ids.to(DEVICE), torch.bincount(ids, minlength=experts).cumsum(0).int().to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("width", [16, 100, 2050])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_sum_over_slots_is_bitwise_the_twins(width: int, with_bias: bool) -> None:
+    """Some rows get nothing, some slots are padding; values of padding are never read, NaN or not."""
+    local = torch.randint(-1, 5, (13, 3), device=DEVICE)
+    local[4] = -1
+    slots = order_slots(local, 5, int((local >= 0).sum()))
+    values = rand(len(slots.row_R), width)
+    bias = (rand(5, width, dtype=torch.float32), slots.expert_R, torch.rand(len(values), device=DEVICE))
+    want = plain_ordered_sum(values, slots.slot_Uq, torch.float32, *(bias if with_bias else ()))
+    got = kernels.ordered_sum(values, slots.slot_Uq, torch.float32, *(bias if with_bias else ()))
+    if with_bias:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("glu", GLUS.values(), ids=GLUS)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("experts", "rows", "width"), [*SIZES, (3, 9, 1100)])
+def test_gated_activation_and_its_gradient(experts: int, rows: int, width: int, with_bias: bool, glu: Glu) -> None:
+    expert, _ = slots_of(experts, rows)
+    gate_up, da, w = rand(rows, 2 * width), rand(rows, width), torch.rand(rows, device=DEVICE)
+    bias = rand(experts, 2 * width, dtype=torch.float32) if with_bias else None
+    options = (glu.alpha, glu.limit, glu.offset, bias, expert)
+    want = weighted_swiglu(biased(gate_up, bias, expert), w, glu, gate_up.dtype)
+    torch.testing.assert_close(kernels.glu(gate_up, w, *options), want)
+    got = kernels.glu_backward(da, gate_up, w, *options)
+    want = weighted_swiglu_backward(da, biased(gate_up, bias, expert), w, glu)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 4097, 50257])
+def test_cross_entropy_at_every_row_and_at_the_target(vocab: int) -> None:
+    """Ignored tokens, equal logits, huge logits, targets at block edges; the gradient of each row has the direction of
+    float64's, and at the target column the same value: a race there passed unnoticed in the field."""
+    tokens = 64
+    logits = (3 * torch.randn(tokens, vocab)).to(DEVICE)
+    labels = torch.randint(vocab, (tokens,), device=DEVICE)
+    labels[:4] = torch.tensor([0, vocab - 1, min(4095, vocab - 1), min(4096, vocab - 1)], device=DEVICE)
+    logits[4], logits[5] = 0.5, 1e4 * torch.randn(vocab, device=DEVICE)
+    labels[6:9] = IGNORE
+    scale = torch.tensor(0.25, device=DEVICE)
+    loss, grad = kernels.cross_entropy(logits, labels, scale, torch.float32)
+    wide = logits.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(wide, labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    (want_grad,) = torch.autograd.grad(want, wide)
+    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(grad[6:9], torch.zeros_like(grad[6:9]))
+    valid = labels != IGNORE
+    if vocab > 1:
+        cosine = torch.nn.functional.cosine_similarity(grad[valid].double(), want_grad[valid])
+        assert (cosine[want_grad[valid].norm(dim=1) > 1e-6] > 0.99999).all()
+    at = labels[valid, None]
+    torch.testing.assert_close(grad[valid].gather(1, at).double(), want_grad[valid].gather(1, at), rtol=1e-4, atol=1e-6)
+    plain_loss, plain = plain_loss_and_grad(logits.clone(), labels, scale)
+    torch.testing.assert_close(loss, plain_loss)
+    torch.testing.assert_close(grad, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_label_beyond_the_vocabulary_shows() -> None:
+    """The twin raises; a kernel cannot, so the loss is NaN and the run stops. What lies behind the row is not read."""
+    labels, scale = torch.tensor([3, 7], device=DEVICE), torch.tensor(1.0, device=DEVICE)
+    loss, grad = kernels.cross_entropy(torch.zeros(2, 7, device=DEVICE), labels, scale, torch.float32)
+    assert loss.isnan() and grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("experts", "rows", "width"), [*SIZES, (3, 200, 150)])
+def test_weight_and_bias_gradients_of_experts(experts: int, rows: int, width: int) -> None:
+    """Ragged groups, empty ones, widths that no tile divides; what is there already stays."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter multiplies bf16 as integers
+    _, ends = slots_of(experts, rows)
+    dy, x = rand(rows, 48, dtype=dtype), rand(rows, width, dtype=dtype)
+    main, bias = rand(experts, 48, width, dtype=torch.float32), rand(experts, 48, dtype=torch.float32)
+    want, want_bias = main.clone(), bias.clone()
+    if rows:
+        plain_grouped_weight_grad(want, dy, x, ends)
+        plain_grouped_sum(want_bias, dy, ends)
+    kernels.add_grouped_weight_grad(main, dy, x, ends)
+    kernels.add_grouped_sum(bias, dy, ends)
+    torch.testing.assert_close(main, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias, want_bias, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+@pytest.mark.parametrize("size", [1, 1000, 2500])
+def test_adamw_is_torchs(size: int, skipped: float) -> None:
+    """Three steps with clip and decay; a skipped one leaves every number."""
+    p = torch.randn(size, device=DEVICE)
+    mine = [p.clone(), torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p, dtype=torch.bfloat16)]
+    theirs = torch.nn.Parameter(p.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(1, 4):
+        grad = torch.randn(size, device=DEVICE)
+        theirs.grad = grad / 2
+        if not skipped:
+            optimizer.step()
+        scalars = [torch.tensor(x, device=DEVICE) for x in (float(step), 2.0, skipped)]
+        kernels.adamw(*mine[:3], grad, mine[3], *scalars, 0.01, (0.9, 0.95), 1e-8, 0.1)
+    torch.testing.assert_close(mine[0], theirs.detach(), rtol=1e-5, atol=1e-6)
+    if skipped:
+        assert torch.equal(mine[0], p) and not any(x.any() for x in mine[1:])
+    else:
+        torch.testing.assert_close(mine[3], mine[0].bfloat16(), rtol=2**-7, atol=0)  # the interpreter rounds down
+        assert DEVICE == "cpu" or torch.equal(mine[3], mine[0].bfloat16())
