@@ -51,7 +51,7 @@ from pithtrain.ops.grouped import (
     plain_grouped_weight_grad,
 )
 from pithtrain.ops.kernels import Tiles
-from pithtrain.ops.permute import Slots, order_slots, plain_ordered_sum
+from pithtrain.ops.permute import SlotBias, Slots, order_slots, plain_ordered_sum
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 
 REPEATS = 15
@@ -174,12 +174,12 @@ def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
     rows, hidden, width, glu, expert = len(slots.row_R), shape.hidden, shape.width, shape.glu, slots.expert_R
     y, gate_up, da = rand(rows, hidden), rand(rows, 2 * width), rand(rows, width)
     weight, index, dtype = rand(rows, dtype=torch.float32).sigmoid(), slots.slot_Uq, y.dtype
-    down_bias = (rand(shape.experts, hidden, dtype=torch.float32), expert, weight) if shape.bias else ()
+    down_bias = SlotBias(rand(shape.experts, hidden, dtype=torch.float32), expert, weight) if shape.bias else None
     yield Case(
         "ordered_sum",
         shape.name,
-        lambda: kernels.ordered_sum(y, index, dtype, *down_bias),
-        lambda: plain_ordered_sum(y, index, dtype, *down_bias),
+        lambda: kernels.ordered_sum(y, index, dtype, down_bias),
+        lambda: plain_ordered_sum(y, index, dtype, down_bias),
         y.element_size() * (rows + shape.tokens) * hidden,
     )
     bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None

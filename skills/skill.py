@@ -20,14 +20,14 @@ def end(word: str, text: str) -> NoReturn:
     raise SystemExit(word == "FAIL")
 
 
-def use_environment(fails: str) -> None:
+def use_environment(fails: str = "") -> None:
     """Go on in the checkout's .venv, for a caller outside any environment that has the package. Call it before the
-    package is imported; `fails`: what did not happen where there is no .venv."""
+    package is imported; `fails`: `not checked: `, or what else did not happen where there is no .venv."""
     python = ROOT / ".venv" / "bin" / "python"
     if list(importlib.metadata.distributions(name="pithtrain")) or Path(sys.prefix) == ROOT / ".venv":
         return
     if not python.exists():
-        end("FAIL", f"{fails}: there is no .venv; run `make setup` first")
+        end("FAIL", f"{fails}there is no .venv; run `make setup` first")
     os.execv(python, [str(python), *sys.argv])
 
 

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import make_spec, single
+from pithtrain.build import build
+from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops.cross_entropy import IGNORE, plain_loss_and_grad
 from pithtrain.ops.grouped import plain_grouped_sum, plain_grouped_weight_grad
-from pithtrain.ops.permute import order_slots, plain_ordered_sum
+from pithtrain.ops.permute import SlotBias, order_slots, plain_ordered_sum
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 
 # the interpreter makes Python numbers of arrays with one element
@@ -40,9 +43,9 @@ def test_sum_over_slots_is_bitwise_the_twins(width: int, with_bias: bool) -> Non
     local[4] = -1
     slots = order_slots(local, 5, int((local >= 0).sum()))
     values = rand(len(slots.row_R), width)
-    bias = (rand(5, width, dtype=torch.float32), slots.expert_R, torch.rand(len(values), device=DEVICE))
-    want = plain_ordered_sum(values, slots.slot_Uq, torch.float32, *(bias if with_bias else ()))
-    got = kernels.ordered_sum(values, slots.slot_Uq, torch.float32, *(bias if with_bias else ()))
+    bias = SlotBias(rand(5, width, dtype=torch.float32), slots.expert_R, torch.rand(len(values), device=DEVICE))
+    want = plain_ordered_sum(values, slots.slot_Uq, torch.float32, bias if with_bias else None)
+    got = kernels.ordered_sum(values, slots.slot_Uq, torch.float32, bias if with_bias else None)
     if with_bias:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     else:
@@ -138,3 +141,28 @@ def test_adamw_is_torchs(size: int, skipped: float) -> None:
     else:
         torch.testing.assert_close(mine[3], mine[0].bfloat16(), rtol=2**-7, atol=0)  # the interpreter rounds down
         assert DEVICE == "cpu" or torch.equal(mine[3], mine[0].bfloat16())
+
+
+def test_an_update_by_the_kernel_is_that_of_the_optimizer() -> None:
+    """Three steps of a whole engine, the second one skipped: masters, moments and counters; the weights follow."""
+    spec = make_spec(architecture="deepseek_v2", model=VARIANTS["V3"], training={"compute_dtype": "bfloat16"})
+    engines = []
+    for by_kernel in (False, True):
+        with single(spec, DEVICE) as world:
+            engine = build(spec, world)
+            engine.zero._kernels = by_kernel  # pyright: ignore[reportPrivateUsage]
+            for step in range(3):
+                torch.manual_seed(step)
+                for one in engine.zero.sharded.values():
+                    one.weight.main_grad.copy_(torch.randn(one.weight.main_grad.shape))
+                norm = torch.tensor(float("nan") if step == 1 else 2.0, device=DEVICE)
+                engine.zero.update(engine.adam, 1e-2, norm, 1.0, engine.counts_LE, 0.0)
+            engine.zero.wait_for_weights()
+            engines.append(engine)
+    want, got = (engine.zero for engine in engines)
+    assert got.updates == want.updates == 2
+    for name, one in want.sharded.items():
+        mine = got.sharded[name]
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(getattr(mine, kind), getattr(one, kind), rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(mine.weight.data, one.weight.data, rtol=2**-7, atol=1e-6)

@@ -60,8 +60,15 @@ from pithtrain.zero import Sharded, Zero
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 THREADS = 4  # files of a rank, written and read at once: one thread does 1.5 GB/s, and disks do more
 SHOWN_S = 30.0  # how long a network file system may take to show one host what another wrote
-UNTOLD = {"run": "", "spec_hash": None, "model": {}, "tokenizer": None, "tokenizer_path": None, "data": None}
-UNTOLD |= {"expert_counts": None}
+UNTOLD = {
+    "run": "",
+    "spec_hash": None,
+    "model": {},
+    "tokenizer": None,
+    "tokenizer_path": None,
+    "data": None,
+    "expert_counts": None,
+}
 SUMMED = 1 << 24  # elements summed at once: torch widens them to 64 bits in a copy
 
 torch.serialization.set_crc32_options(False)  # halves the time of a write; our sums see more than a CRC of each piece
@@ -291,7 +298,7 @@ def shapes(table: Iterable[Parameter]) -> dict[str, tuple[int, ...]]:
 
 def _has(info: Parameter, kind: str) -> bool:
     """A parameter without gradient has no moments."""
-    return kind == "master" or info.update == "gradient"
+    return kind == "master" or info.trained
 
 
 def _shards(zero: Zero, kinds: Sequence[str] = KINDS) -> Iterable[tuple[str, Sharded, Tensor]]:

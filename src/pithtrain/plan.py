@@ -188,7 +188,7 @@ def plan(spec: RunSpec) -> Plan:
         shards = mesh.dp * mesh.cp * (1 if expert else mesh.ep)
         padded = size // rows * math.ceil(rows / shards) * shards  # buffers hold whole shards
         held[rank] += size
-        trained = parameter.update == "gradient"  # else neither main gradient nor moments
+        trained = parameter.trained  # else neither main gradient nor moments
         weights[rank] += padded * (wide if parameter.fp32 else narrow)
         gradients[rank] += padded * wide * trained
         optimizer[rank] += padded // shards * wide * (3 if trained else 1)

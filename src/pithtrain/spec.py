@@ -503,7 +503,7 @@ def _check_balance(moe: MoeSection, model: ModelSection) -> Problems:
             if (value := getattr(moe, key)) != off:
                 rule = "has no effect: no layer of this model has experts"
                 yield Problem(f"moe.{key}", value, rule, f"set it to {show(off)}")
-    elif moe.bias_update_rate and all(info.update != "load" for info in model.config.parameters()):
+    elif moe.bias_update_rate and all(info.trained for info in model.config.parameters()):
         rule = "needs a router with a selection bias, and this model has none"
         hint = "set it to 0 and balance with moe.load_balance_type, or take a model whose router has one"
         yield Problem("moe.bias_update_rate", moe.bias_update_rate, rule, hint)

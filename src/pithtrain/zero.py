@@ -53,7 +53,7 @@ class Sharded:
         device = world.device
         padded = (self.parts * self.shard_rows, *flat[1:])
         self._data = torch.zeros(padded, dtype=wide if info.fp32 else dtype, device=device)
-        self.trained = trained = info.update == "gradient"
+        trained = info.trained
         self._grad = torch.zeros(padded if trained else (0,), dtype=wide, device=device)
         main_grad = self._grad[: self.rows].view(shape) if trained else self._grad
         self.weight = Weight(info.name, self._data[: self.rows].view(shape), main_grad)
@@ -72,14 +72,16 @@ class Sharded:
         """This rank's shard of the main gradient, summed over the group once `reduce` has been waited for."""
         return self._own(self._grad)[: self.master.shape[0]]
 
-    def adamw(self, adam: "AdamW", lr: float, weight_decay: float, clip: Tensor, skipped: Tensor) -> None:
-        """One pass over the shard on CUDA: 16 bytes a parameter read, 12 and the weight written."""
+    def adamw(
+        self, adam: "AdamW", lr: float, weight_decay: float, updates: Tensor, clip: Tensor, skipped: Tensor
+    ) -> None:
+        """One pass over the shard on CUDA: 16 bytes a parameter read, 12 and the weight written. `updates` counts this
+        one."""
         from pithtrain.ops import kernels
 
-        self.step += 1 - skipped
         kernels.adamw(
             *(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self._own(self._data)),
-            *(self.step, clip, skipped, lr, adam.betas, adam.eps, weight_decay),
+            *(updates, clip, skipped, lr, adam.betas, adam.eps, weight_decay),
         )
 
     def reduce(self) -> dist.Work | None:
@@ -146,7 +148,7 @@ class Zero:
         self.sharded = {info.name: Sharded(info, world, dtype) for info in table}
         self._world = world
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
-        self._trained = [one for one in self.sharded.values() if one.trained]
+        self._trained = [one for one in self.sharded.values() if one.info.trained]
         for one in self._trained:
             groups.setdefault(_bucket_key(one.info), []).append(one)
         self._buckets = [
@@ -192,12 +194,13 @@ class Zero:
         skipped = norm.isfinite().logical_not().to(torch.float32)
         clip = (norm / max_norm).clamp(min=1.0) if max_norm is not None else torch.ones_like(norm)
         clip = clip.to(torch.float32)
+        self._updates += 1 - skipped
         for decay in (True, False):
             group = [one for one in self._trained if one.info.decay == decay]
             weight_decay = adam.weight_decay if decay else 0.0
             if self._kernels:
                 for one in group:
-                    one.adamw(adam, lr, weight_decay, clip, skipped)
+                    one.adamw(adam, lr, weight_decay, self._updates, clip, skipped)
             elif group:
                 adamw(
                     [one.master for one in group],
@@ -218,11 +221,10 @@ class Zero:
                     maximize=False,
                 )
         for one in self.sharded.values():
-            if one.info.update == "load":
+            if not one.info.trained:
                 assert one.info.layer is not None, one.info.name
                 step_E = bias_step(counts_LE[one.info.layer], bias_rate) * (1 - skipped)
                 one.master += step_E[one.first_row :][: len(one.master)]
-        self._updates += 1 - skipped
         self.publish(written=self._kernels)
         return skipped
 
@@ -243,7 +245,7 @@ class Zero:
         """Start making every rank's weights follow the masters; `wait_for_weights` ends it. `written`: AdamW's kernel
         has written those of this rank that it trains."""
         self.wait_for_weights()  # an earlier all-gather that lands later would bring the old weights back
-        self._publishing = [one.publish(written and one.trained) for one in self.sharded.values()]
+        self._publishing = [one.publish(written and one.info.trained) for one in self.sharded.values()]
 
 
 def _bucket_key(info: Parameter) -> tuple[int | None, str]:

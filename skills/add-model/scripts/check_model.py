@@ -8,25 +8,17 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
 WORST = 5  # gradients shown of a config that differs
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-def end(word: str, text: str) -> NoReturn:
-    print(f"{word}  {text}", flush=True)
-    raise SystemExit(word == "FAIL")
+from skill import ROOT, end, use_environment  # noqa: E402
 
-
-python = ROOT / ".venv" / "bin" / "python"
-if not list(importlib.metadata.distributions(name="pithtrain")) and Path(sys.prefix) != ROOT / ".venv":
-    if not python.exists():  # of the checkout, for a caller outside any environment that has the package
-        end("FAIL", "not checked: there is no .venv; run `make setup` first")
-    os.execv(python, [str(python), *sys.argv])
+use_environment("not checked: ")
 if importlib.util.find_spec("transformers") is None:
     end("FAIL", "not checked: transformers is not installed; it comes with the package's test extra")
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from skill import ROOT, end, on_device, operators, pithtrain, read_trace, steps, use_environment
 
-use_environment("not captured")
+use_environment("not captured: ")
 
 from pithtrain.rundir import RunDir, read_lines  # noqa: E402
 from pithtrain.spec import load  # noqa: E402

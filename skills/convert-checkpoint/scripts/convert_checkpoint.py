@@ -12,22 +12,14 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[3]
 NAMES_SHOWN = 5
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-def end(word: str, text: str) -> NoReturn:
-    print(f"{word}  {text}", flush=True)
-    raise SystemExit(word == "FAIL")
+from skill import end, use_environment  # noqa: E402
 
-
-python = ROOT / ".venv" / "bin" / "python"
-if not list(importlib.metadata.distributions(name="pithtrain")) and Path(sys.prefix) != ROOT / ".venv":
-    if not python.exists():  # of the checkout, for a caller outside any environment that has the package
-        end("FAIL", "not exported: there is no .venv; run `make setup` first")
-    os.execv(python, [str(python), *sys.argv])
+use_environment("not exported: ")
 
 import torch  # noqa: E402
 

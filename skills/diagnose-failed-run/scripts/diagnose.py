@@ -2,28 +2,19 @@
 """What became of a run, its first cause, the next command, from its directory alone. The last line is PASS or FAIL."""
 
 import dataclasses
-import importlib.metadata
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
 LATE_S = 60.0  # beyond its limit a phase is ended by its own rank; a minute later nothing is left that could
 LONGEST = 160  # characters of the cause in the last line
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-def end(word: str, text: str) -> NoReturn:
-    print(f"{word}  {text}", flush=True)
-    raise SystemExit(word == "FAIL")
+from skill import end, use_environment  # noqa: E402
 
-
-python = ROOT / ".venv" / "bin" / "python"
-if not list(importlib.metadata.distributions(name="pithtrain")) and Path(sys.prefix) != ROOT / ".venv":
-    if not python.exists():  # of the checkout, for a caller outside any environment that has the package
-        end("FAIL", "there is no .venv; run `make setup` first")
-    os.execv(python, [str(python), *sys.argv])
+use_environment()
 
 from pithtrain import jobs, rundir  # noqa: E402
 from pithtrain.errors import SlurmError  # noqa: E402

@@ -2,29 +2,20 @@
 """Validate, plan, dry-run, submit, wait: a run from its config to its end. The last line is PASS or FAIL."""
 
 import argparse
-import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
 POLL_S = 2.0
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-def end(word: str, text: str) -> NoReturn:
-    print(f"{word}  {text}", flush=True)
-    raise SystemExit(word == "FAIL")
+from skill import ROOT, end, use_environment  # noqa: E402
 
-
-python = ROOT / ".venv" / "bin" / "python"
-if not list(importlib.metadata.distributions(name="pithtrain")) and Path(sys.prefix) != ROOT / ".venv":
-    if not python.exists():  # of the checkout, for a caller outside any environment that has the package
-        end("FAIL", "not started: there is no .venv; run `make setup` first")
-    os.execv(python, [str(python), *sys.argv])
+use_environment("not started: ")
 
 from pithtrain.errors import PithtrainError  # noqa: E402
 from pithtrain.spec import load  # noqa: E402

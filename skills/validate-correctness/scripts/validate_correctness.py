@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from skill import ROOT, end, pithtrain, use_environment
 
-use_environment("not compared")
+use_environment("not compared: ")
 
 from pithtrain.rundir import RunDir, read_lines, tree_hash  # noqa: E402
 

@@ -78,6 +78,11 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def trained(self) -> bool:
+        """By gradient: it has a main gradient, moments, a part in the norm."""
+        return self.update == "gradient"
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in a checkpoint and in the optimizer: experts are rows, [E * out, in]."""
         return (self.shape[0] * self.shape[1], *self.shape[2:]) if self.kind == "expert" else self.shape

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pithtrain.ops.grouped import add_grouped_sum, add_grouped_weight_grad, grouped_linear, grouped_linear_dx
 from pithtrain.ops.linear import Weight, WeightGrad
-from pithtrain.ops.permute import order_slots, ordered_sum
+from pithtrain.ops.permute import SlotBias, order_slots, ordered_sum
 from pithtrain.ops.swiglu import SILU, Glu, expert_activation, expert_activation_backward
 
 Recompute = Literal["none", "selective", "full"]  # what a backward computes again
@@ -76,7 +76,9 @@ class ExpertSegment:
         self._gate_up = None if self._recompute == "full" else gate_up
         act = expert_activation(gate_up, self._w_R, experts.glu, _data(experts.gate_up_bias), slots.expert_R)
         y_RH = grouped_linear(act, experts.down.data, slots.ends_E)
-        return ordered_sum(y_RH, slots.slot_Uq, rows.dtype, _data(experts.down_bias), slots.expert_R, self._w_R)
+        down_bias = experts.down_bias
+        bias = None if down_bias is None else SlotBias(down_bias.data, slots.expert_R, self._w_R)
+        return ordered_sum(y_RH, slots.slot_Uq, rows.dtype, bias)
 
     def rerun(self) -> None:
         """Compute gate and up again, if they were not kept. The backward does; earlier, it may hide a transfer."""

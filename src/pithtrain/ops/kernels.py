@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pithtrain.ops.permute import SlotBias
+
 constexpr = tl.constexpr
 
 
@@ -42,24 +44,17 @@ def _ordered_sum(
     tl.store(out + n * H + cols, total.to(out.dtype.element_ty), mask=cols < H)
 
 
-def ordered_sum(
-    values_RH: Tensor,
-    index_NC: Tensor,
-    dtype: torch.dtype,
-    bias_EH: Tensor | None = None,
-    expert_R: Tensor | None = None,
-    weight_R: Tensor | None = None,
-) -> Tensor:
-    """out[n] = sum over c, in order, of values[index[n, c]] (+ w b of its expert), rounded once to `dtype`; -1 adds
-    nothing. A program per row of the output."""
+def ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype, bias: SlotBias | None = None) -> Tensor:
+    """out[n] = sum over c, in order, of values[index[n, c]] (+ `bias`), rounded once to `dtype`; -1 adds nothing.
+    A program per row of the output."""
     (rows, count), width = index_NC.shape, values_RH.shape[1]
     out = torch.empty(rows, width, dtype=dtype, device=values_RH.device)
     block = _block(width, 1024)
     grid = (rows, triton.cdiv(width, block))
     if rows:
         _ordered_sum[grid](
-            *(values_RH, index_NC.contiguous(), out, bias_EH, expert_R, weight_R),
-            *(width, count, bias_EH is not None, block),
+            *(values_RH, index_NC.contiguous(), out, *(bias or (None, None, None))),
+            *(width, count, bias is not None, block),
         )
     return out
 

@@ -19,6 +19,7 @@ Legend: T tokens, K experts per token, G ranks, U rows, R slots, q slots a row c
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,38 +104,32 @@ def order_slots(local_Uq: Tensor, num_experts: int, num_slots: int) -> Slots:
     return Slots(record_R // per_row, expert[:num_slots], record_R, slot_Uq, ends_E)
 
 
-def ordered_sum(
-    values_RH: Tensor,
-    index_NC: Tensor,
-    dtype: torch.dtype,
-    bias_EH: Tensor | None = None,
-    expert_R: Tensor | None = None,
-    weight_R: Tensor | None = None,
-) -> Tensor:
-    """out[n] = sum over c, in order, of values[index[n, c]] (+ w b of its expert), in fp32 (float64 of float64),
-    once to `dtype`; -1 adds nothing. -> [N, H]. One pass on CUDA."""
+class SlotBias(NamedTuple):
+    """What a slot's value gets on top: its expert's bias, times its routing weight. All fp32 but the experts' ids."""
+
+    bias_EH: Tensor
+    expert_R: Tensor
+    weight_R: Tensor
+
+
+def ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype, bias: SlotBias | None = None) -> Tensor:
+    """out[n] = sum over c, in order, of values[index[n, c]] (+ `bias`), in fp32 (float64 of float64), rounded once
+    to `dtype`; -1 adds nothing. -> [N, H]. One pass on CUDA."""
     if has_kernel(values_RH):
         from pithtrain.ops import kernels
 
-        return kernels.ordered_sum(values_RH, index_NC, dtype, bias_EH, expert_R, weight_R)
-    return plain_ordered_sum(values_RH, index_NC, dtype, bias_EH, expert_R, weight_R)
+        return kernels.ordered_sum(values_RH, index_NC, dtype, bias)
+    return plain_ordered_sum(values_RH, index_NC, dtype, bias)
 
 
-def plain_ordered_sum(
-    values_RH: Tensor,
-    index_NC: Tensor,
-    dtype: torch.dtype,
-    bias_EH: Tensor | None = None,
-    expert_R: Tensor | None = None,
-    weight_R: Tensor | None = None,
-) -> Tensor:
+def plain_ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype, bias: SlotBias | None = None) -> Tensor:
     """The twin."""
     wide = torch.promote_types(accumulate_dtype(values_RH.dtype), dtype)
     out = torch.zeros(index_NC.shape[0], values_RH.shape[1], dtype=wide, device=values_RH.device)
     if values_RH.shape[0] == 0:
         return out.to(dtype)
-    if bias_EH is not None and weight_R is not None:
-        values_RH = bias_EH[expert_R].mul_(weight_R[:, None]).add_(values_RH)
+    if bias is not None:
+        values_RH = bias.bias_EH[bias.expert_R].mul_(bias.weight_R[:, None]).add_(values_RH)
     for index in index_NC.unbind(1):
         term = values_RH[index.clamp(min=0)].to(wide)
         out += torch.where((index >= 0)[:, None], term, 0)  # select, never multiply: NaN x 0 is NaN
