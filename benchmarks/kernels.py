@@ -173,13 +173,13 @@ def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
     """Pointwise over the slots of the experts."""
     rows, hidden, width, glu, expert = len(slots.row_R), shape.hidden, shape.width, shape.glu, slots.expert_R
     y, gate_up, da = rand(rows, hidden), rand(rows, 2 * width), rand(rows, width)
-    weight, index, dtype = rand(rows, dtype=torch.float32).sigmoid(), slots.slot_Uq, y.dtype
+    weight, index, dtype = rand(rows, dtype=torch.float32).sigmoid(), slots.slot_U1q, y.dtype
     down_bias = SlotBias(rand(shape.experts, hidden, dtype=torch.float32), expert, weight) if shape.bias else None
     yield Case(
         "ordered_sum",
         shape.name,
-        lambda: kernels.ordered_sum(y, index, dtype, down_bias),
-        lambda: plain_ordered_sum(y, index, dtype, down_bias),
+        lambda: kernels.ordered_sum(y, index, down_bias),
+        lambda: plain_ordered_sum(y, index, down_bias),
         y.element_size() * (rows + shape.tokens) * hidden,
     )
     bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None
@@ -196,7 +196,7 @@ def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
         shape.name,
         lambda: kernels.glu_backward(da, gate_up, weight, *options),
         lambda: weighted_swiglu_backward(da, biased(gate_up, bias, expert), weight, glu),
-        5 * da.nbytes,
+        6 * da.nbytes,
     )
 
 
@@ -215,8 +215,8 @@ def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: R
         yield Case(
             f"grouped_sum {part}",
             shape.name,
-            lambda: (kernels.add_grouped_sum(my_sum, dy, ends), my_sum)[1],
-            lambda: (plain_grouped_sum(their_sum, dy, ends), their_sum)[1],
+            lambda: (kernels.add_grouped_sum(my_sum, 1, dy, None, ends), my_sum)[1],
+            lambda: (plain_grouped_sum(their_sum, 1, dy, None, ends), their_sum)[1],
             dy.nbytes + 2 * my_sum.nbytes,
         )
 
@@ -245,14 +245,14 @@ def weight_grad(
     def plain() -> Tensor:
         if dy.is_cuda:
             return theirs.add_(F.grouped_mm(dy.t(), x, offs=ends))
-        plain_grouped_weight_grad(theirs, dy, x, ends)
+        plain_grouped_weight_grad(theirs, 1, dy, x, ends)
         return theirs
 
     rows, n, k = len(dy), dy.shape[1], x.shape[1]
     return Case(
         kernel,
         shape,
-        lambda: (kernels.add_grouped_weight_grad(ours, dy, x, ends, *tiles), ours)[1],
+        lambda: (kernels.add_grouped_weight_grad(ours, 1, dy, x, ends, *tiles), ours)[1],
         plain,
         dy.element_size() * rows * (n + k) + 8 * ours.numel(),
         2.0 * rows * n * k,

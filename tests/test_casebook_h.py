@@ -268,7 +268,9 @@ def decay_job(place: Place, fields: dict[str, Any]) -> tuple[Shards, list[str]]:
         for one in engine.zero.sharded.values():
             one.master.fill_(1.0)
         for _ in range(5):
-            engine.zero.begin_step(0)
+            engine.zero.begin_step(1)
+            for one in engine.zero.sharded.values():
+                one.weight.add(lambda main, beta: main.zero_())
             norm = engine.zero.grad_norm()
             max_norm, counts_LE = spec.training.max_grad_norm, engine.counts_LE
             engine.zero.update(engine.adam, spec.optimizer.lr, norm, max_norm, counts_LE, 0.0)

@@ -208,23 +208,26 @@ def test_biases_are_added_in_fp32_and_survive_bf16() -> None:
 
 
 @pytest.mark.parametrize("ends", [[0, 0, 0], [3, 3, 3], [0, 3, 3], [1, 1, 3], [0, 0, 3]])
-def test_grouped_matmuls(ends: list[int]) -> None:
+@pytest.mark.parametrize("beta", [0, 1])
+def test_grouped_matmuls(ends: list[int], beta: int) -> None:
     rows = ends[-1]
     w_ENK, x_RK, dy_RN = random(0, 3, 4, 5), random(1, rows, 5), random(2, rows, 4)
     main = random(3, 3, 4, 5)
     bias = random(4, 3, 4)
-    expected_main, expected_bias = main.clone(), bias.clone()
+    expected_main, expected_bias = beta * main, beta * bias
     ends_E = torch.tensor(ends, dtype=torch.int32)
     y, dx = grouped_linear(x_RK, w_ENK, ends_E), grouped_linear_dx(dy_RN, w_ENK, ends_E)
-    add_grouped_weight_grad(main, dy_RN, x_RK, ends_E)
-    add_grouped_sum(bias, dy_RN, ends_E)
+    if not beta:
+        main.fill_(math.nan), bias.fill_(math.nan)
+    add_grouped_weight_grad(main, beta, dy_RN, x_RK, ends_E)
+    add_grouped_sum(bias, beta, dy_RN, torch.arange(rows), ends_E)
     assert y.shape == (rows, 4) and dx.shape == (rows, 5)
     for r in range(rows):
         e = sum(end <= r for end in ends)
         assert_near(y[r], w_ENK[e] @ x_RK[r], 1e-14)
         assert_near(dx[r], w_ENK[e].t() @ dy_RN[r], 1e-14)
         expected_main[e] += torch.outer(dy_RN[r], x_RK[r])
-        expected_bias[e] += dy_RN[r]
+        expected_bias[e] += r * dy_RN[r]
     assert_near(main, expected_main, 1e-14)
     assert_near(bias, expected_bias, 1e-14)
 

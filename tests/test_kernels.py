@@ -37,17 +37,22 @@ def seed() -> None:
 
 @pytest.mark.parametrize("width", [16, 100, 2050])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_sum_over_slots_is_bitwise_the_twins(width: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_sum_over_slots_is_bitwise_the_twins(width: int, with_bias: bool, groups: int, more: int) -> None:
     """Some rows get nothing, some slots are padding; values of padding are never read, NaN or not."""
     local = torch.randint(-1, 5, (13, 3), device=DEVICE)
     local[4] = -1
     slots = order_slots(local, 5, int((local >= 0).sum()))
-    values = rand(len(slots.row_R), width)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter cuts to bf16, the device rounds
+    values = rand(len(slots.row_R), width, dtype=dtype)
     bias = SlotBias(rand(5, width, dtype=torch.float32), slots.expert_R, torch.rand(len(values), device=DEVICE))
-    want = plain_ordered_sum(values, slots.slot_Uq, torch.float32, bias if with_bias else None)
-    got = kernels.ordered_sum(values, slots.slot_Uq, torch.float32, bias if with_bias else None)
+    index = slots.slot_U1q.view(13, groups, -1) if groups > 1 else slots.slot_U1q
+    plus = [rand(13, width, dtype=dtype) for _ in range(more)]
+    want = plain_ordered_sum(values, index, bias if with_bias else None, plus)
+    got = kernels.ordered_sum(values, index, bias if with_bias else None, plus)
     if with_bias:
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
     else:
         assert torch.equal(got, want)
 
@@ -66,6 +71,7 @@ def test_gated_activation_and_its_gradient(experts: int, rows: int, width: int, 
     want = weighted_swiglu_backward(da, biased(gate_up, bias, expert), w, glu)
     torch.testing.assert_close(got[0], want[0])
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[2], kernels.glu(gate_up, w, *options))
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 4097, 50257])
@@ -104,18 +110,22 @@ def test_a_label_beyond_the_vocabulary_shows() -> None:
 
 
 @pytest.mark.parametrize(("experts", "rows", "width"), [*SIZES, (3, 200, 150)])
-def test_weight_and_bias_gradients_of_experts(experts: int, rows: int, width: int) -> None:
-    """Ragged groups, empty ones, widths that no tile divides; what is there already stays."""
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_weight_and_bias_gradients_of_experts(experts: int, rows: int, width: int, beta: int, weighted: bool) -> None:
+    """Ragged groups, empty ones, widths that no tile divides; what is there already stays, or is not read."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter multiplies bf16 as integers
     _, ends = slots_of(experts, rows)
     dy, x = rand(rows, 48, dtype=dtype), rand(rows, width, dtype=dtype)
     main, bias = rand(experts, 48, width, dtype=torch.float32), rand(experts, 48, dtype=torch.float32)
     want, want_bias = main.clone(), bias.clone()
-    if rows:
-        plain_grouped_weight_grad(want, dy, x, ends)
-        plain_grouped_sum(want_bias, dy, ends)
-    kernels.add_grouped_weight_grad(main, dy, x, ends)
-    kernels.add_grouped_sum(bias, dy, ends)
+    weight = torch.rand(rows, device=DEVICE) if weighted else None
+    plain_grouped_weight_grad(want, beta, dy, x, ends)
+    plain_grouped_sum(want_bias, beta, dy, weight, ends)
+    if not beta:
+        main.fill_(float("nan")), bias.fill_(float("nan"))
+    kernels.add_grouped_weight_grad(main, beta, dy, x, ends)
+    kernels.add_grouped_sum(bias, beta, dy, weight, ends)
     torch.testing.assert_close(main, want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(bias, want_bias, rtol=1e-4, atol=1e-4)
 

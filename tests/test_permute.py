@@ -170,21 +170,29 @@ def test_slots_are_in_expert_order_and_stable(local: list[list[int]]) -> None:
     assert slots.ends_E.dtype == torch.int32  # what grouped_mm takes
     assert slots.ends_E.tolist() == [sum(x <= e for x, _, _ in expected) for e in range(4)]
     place = {(u, c): r for r, (_, u, c) in enumerate(expected)}
-    assert slots.slot_Uq.tolist() == [[place.get((u, c), -1) for c in range(width)] for u in range(len(local))]
+    assert slots.slot_U1q.tolist() == [[[place.get((u, c), -1) for c in range(width)]] for u in range(len(local))]
 
 
 def test_the_ordered_sum_goes_left_to_right() -> None:
     values = torch.tensor([[1e8], [1.0], [-1e8], [float("nan")]])
-    index = torch.tensor([[0, 1, 2], [0, 2, 1], [1, -1, -1], [-1, -1, -1]])
-    assert ordered_sum(values, index, torch.float32).flatten().tolist() == [0.0, 1.0, 1.0, 0.0]
-    assert ordered_sum(values, index, torch.float64).flatten().tolist() == [1.0, 1.0, 1.0, 0.0]
+    index = torch.tensor([[[0, 1, 2]], [[0, 2, 1]], [[1, -1, -1]], [[-1, -1, -1]]])
+    assert ordered_sum(values, index).flatten().tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert ordered_sum(values.double(), index).flatten().tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_the_ordered_sum_adds_within_a_group_first_and_what_comes_on_top_last() -> None:
+    values = torch.tensor([[1e8], [1.0], [-1e8]])
+    index = torch.tensor([[[0, 1], [2, -1]], [[0, 2], [1, -1]], [[1, -1], [0, 2]]])
+    assert ordered_sum(values, index).flatten().tolist() == [0.0, 1.0, 1.0]
+    plus = [torch.tensor([[-1e8], [1e8], [1.0]]), torch.tensor([[1.0], [-1e8], [3.0]])]
+    assert ordered_sum(values, index, plus=plus).flatten().tolist() == [-1e8, 0.0, 5.0]
 
 
 def test_an_absent_row_is_selected_away_not_multiplied() -> None:
     """-1 reads row 0 and drops it: a NaN or Inf there must not come through."""
     values = torch.tensor([[float("nan"), float("inf")], [1.0, 2.0]])
-    assert ordered_sum(values, torch.tensor([[-1, 1], [1, -1]]), torch.float32).tolist() == [[1.0, 2.0], [1.0, 2.0]]
-    assert ordered_sum(values[:0], torch.tensor([[-1, -1]]), torch.float32).tolist() == [[0.0, 0.0]]
+    assert ordered_sum(values, torch.tensor([[[-1, 1]], [[1, -1]]])).tolist() == [[1.0, 2.0], [1.0, 2.0]]
+    assert ordered_sum(values[:0], torch.tensor([[[-1, -1]]])).tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("dedup", [True, False])
@@ -193,5 +201,5 @@ def test_no_index_work_reads_the_device(dedup: bool) -> None:
     ids = torch.empty(5, 4, dtype=torch.int64, device="meta")
     rows = plan_rows(ids, 4, 2, dedup)
     slots = order_slots(rows.local_Uq, 2, 7)
-    total = ordered_sum(torch.empty(7, 3, device="meta"), slots.slot_Uq, torch.float32)
+    total = ordered_sum(torch.empty(7, 3, device="meta"), slots.slot_U1q)
     assert total.is_meta and total.shape == (rows.local_Uq.shape[0], 3)

@@ -73,9 +73,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     zero = Zero(table, world, dtype, tied=EMBEDDING if config.tie_word_embeddings else None)
     initialise(zero, spec.training.seed)
 
-    weights = zero.weights
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
-    built = tuple(_build_stage(spec, world, stage, last, layers[stage], weights, counts_LE) for stage in stages)
+    built = tuple(_build_stage(spec, world, stage, last, layers[stage], zero, counts_LE) for stage in stages)
     traffic = Traffic(
         config.num_experts,
         Lane(world.ep_fwd_group, world.device),
@@ -108,10 +107,10 @@ def _build_stage(
     stage: int,
     last: int,
     layers: tuple[int, ...],
-    weights: Mapping[str, Weight],
+    zero: Zero,
     counts_LE: Tensor,
 ) -> Stage:
-    config, training = spec.model.config, spec.training
+    config, training, weights = spec.model.config, spec.training, zero.weights
     module = load_model(spec.model.architecture)
     wide = accumulate_dtype(compute_dtype(spec, world.device))
     tables = module.rope(config, training.sequence_length, world.device, wide)
@@ -122,7 +121,8 @@ def _build_stage(
     if spec.compile.enabled:
         hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
         built, head = compile_regions(built, head, hidden, compute_dtype(spec, world.device))
-    return Stage(tuple(built), weights[EMBEDDING] if stage == 0 else None, head, spec.activation_checkpoint.mode)
+    embedding = weights[EMBEDDING] if stage == 0 else None
+    return Stage(tuple(built), embedding, head, spec.activation_checkpoint.mode, zero.arrived)
 
 
 def compile_regions(

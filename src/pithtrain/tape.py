@@ -57,12 +57,13 @@ class Head:
 @dataclass(frozen=True)
 class Stage:
     """One stage's part of the model on this rank; `embedding` on stage 0 and `head` on stage 2P-1. `recompute`: what
-    its backward computes again."""
+    its backward computes again. `arrived`: waits for the weights of a layer, or of a name (`Zero.arrived`)."""
 
     layers: tuple[Layer, ...]
     embedding: Weight | None
     head: Head | None
     recompute: Recompute = "none"
+    arrived: Callable[[int | str], None] = lambda unit: None
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,14 @@ def forward(
 ) -> Generator[None, None, tuple[Tensor | None, Tape]]:
     """x: token ids [B, S] on stage 0, else hidden states [B, S, H]. Returns (hidden states to send or None, tape)."""
     tape = Tape([], x if stage.embedding is not None else None, None)
-    h = x if stage.embedding is None else stage.embedding.data[x]
+    if stage.embedding is None:
+        h = x
+    else:
+        stage.arrived(stage.embedding.name)
+        h = stage.embedding.data[x]
     keep = stage.recompute != "full"
     for layer in stage.layers:
+        stage.arrived(layer.index)
         a = Segment(layer.attend, h, keep=keep)
         tape.entries.append(a)
         if layer.experts is None:
@@ -149,6 +155,8 @@ def forward(
     if stage.head is None:
         return h, tape
     assert labels is not None, "the last stage computes the loss"
+    for weight in (stage.head.weight, *stage.head.norm.vectors.values()):
+        stage.arrived(weight.name)
     norm = Segment(stage.head.norm, h)
     tape.entries.append(norm)
     n = norm.take()[0].flatten(0, 1)
@@ -197,7 +205,9 @@ def backward(stage: Stage, tape: Tape, dh: Tensor | None) -> Generator[Closures,
 def _embedding_grad(embedding: Weight, ids: Tensor, dh: Tensor) -> WeightGrad:
     """main_grad[id] += dh of every token with that id, in a fixed order: no atomics."""
 
-    def add(main_grad: Tensor) -> None:
+    def add(main_grad: Tensor, beta: int) -> None:
+        if not beta:
+            main_grad.zero_()
         rows, values = ids.flatten(), dh.flatten(0, 1).to(main_grad.dtype)
         if main_grad.is_cuda:
             main_grad.index_put_((rows,), values, accumulate=True)  # sorts by id first

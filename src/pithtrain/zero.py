@@ -6,7 +6,7 @@ shard of master, first and second moment (12P / n). One step:
     last W of a bucket  -> reduce-scatter of its main gradients, while other chunks still compute
     all buckets         -> norm: one all-reduce of one scalar; shards are disjoint, so each parameter counts once
     update              -> fused AdamW on the shards; clip and skip are device tensors, no host synchronisation
-    all-gather          -> new weights, waited for when the next step begins
+    all-gather          -> new weights, layer by layer in forward order; a layer waits for its own (`Zero.arrived`)
 
 Layout: a parameter of `rows` (experts: [E * out, in]) is cut along dim 0 into chunks of ceil(rows / n), which is
 DTensor's Shard(0). Buffers have n * chunk rows and are used through a view of the real ones; pad rows stay zero. So
@@ -95,9 +95,6 @@ class Sharded:
             self._own(self._data).copy_(self._masters)
         return all_gather(self._own(self._data), self._data, self.group)
 
-    def zero_grad(self) -> None:
-        self._grad.zero_()
-
 
 class Bucket:
     """Parameters whose reductions start together, when the step's last contribution to any of them is in."""
@@ -112,9 +109,9 @@ class Bucket:
             member.weight.contributed = self._count
 
     def begin(self, micro_batches: int) -> None:
-        """Clear the main gradients and count down from a step's contributions."""
+        """Let the first contribution overwrite the last step's, and count down from a step's contributions."""
         for member in self._members:
-            member.zero_grad()
+            member.weight.beta = 0
         self._left = micro_batches * self._contributions
 
     def _count(self) -> None:
@@ -154,7 +151,10 @@ class Zero:
         self._buckets = [
             Bucket(members, sum(2 if one.info.name == tied else 1 for one in members)) for members in groups.values()
         ]
-        self._publishing: list[dist.Work | None] = []
+        self._units: dict[int | str, list[Sharded]] = {}  # what `arrived` is asked for, in the order of first use
+        for one in self.sharded.values():
+            self._units.setdefault(_unit(one.info), []).append(one)
+        self._coming: dict[int | str, Sequence[dist.Work | None]] = {}
         self._updates = torch.zeros((), dtype=torch.float32, device=world.device)
         self._kernels = world.device.type == "cuda" and dtype == torch.bfloat16
 
@@ -163,14 +163,19 @@ class Zero:
         return {name: one.weight for name, one in self.sharded.items()}
 
     def begin_step(self, micro_batches: int) -> None:
-        """Clear the main gradients, say how many contributions will come, and wait for the new weights."""
+        """Main gradients begin anew; say how many contributions will come."""
         for bucket in self._buckets:
             bucket.begin(micro_batches)
-        self.wait_for_weights()
+
+    def arrived(self, unit: int | str) -> None:
+        """Wait for the weights of a layer, or of the parameter of this name outside the layers: before their first use
+        in a step."""
+        _wait(self._coming.pop(unit, ()))
 
     def wait_for_weights(self) -> None:
-        _wait(self._publishing)
-        self._publishing = []
+        """All weights of this rank."""
+        for unit in [*self._coming]:
+            self.arrived(unit)
 
     def grad_norm(self, flaw: Tensor | float = 0.0) -> Tensor:
         """Global 2-norm of the gradient over all parameters of all ranks, a device scalar; waits for the reductions.
@@ -195,38 +200,36 @@ class Zero:
         clip = (norm / max_norm).clamp(min=1.0) if max_norm is not None else torch.ones_like(norm)
         clip = clip.to(torch.float32)
         self._updates += 1 - skipped
-        for decay in (True, False):
-            group = [one for one in self._trained if one.info.decay == decay]
-            weight_decay = adam.weight_decay if decay else 0.0
-            if self._kernels:
-                for one in group:
-                    one.adamw(adam, lr, weight_decay, self._updates, clip, skipped)
-            elif group:
-                adamw(
-                    [one.master for one in group],
-                    [one.grad for one in group],
-                    [one.exp_avg for one in group],
-                    [one.exp_avg_sq for one in group],
-                    [],
-                    [one.step for one in group],
-                    fused=True,
-                    grad_scale=clip,  # divides the gradient
-                    found_inf=skipped,
-                    amsgrad=False,
-                    beta1=adam.betas[0],
-                    beta2=adam.betas[1],
-                    lr=lr,
-                    weight_decay=weight_decay,
-                    eps=adam.eps,
-                    maximize=False,
-                )
-        for one in self.sharded.values():
-            if not one.info.trained:
-                assert one.info.layer is not None, one.info.name
-                step_E = bias_step(counts_LE[one.info.layer], bias_rate) * (1 - skipped)
-                one.master += step_E[one.first_row :][: len(one.master)]
-        self.publish(written=self._kernels)
+        self.wait_for_weights()
+        for unit, members in self._units.items():
+            for one in members:
+                if one.info.trained:
+                    self._adamw(one, adam, lr, clip, skipped)
+                else:
+                    assert one.info.layer is not None, one.info.name
+                    step_E = bias_step(counts_LE[one.info.layer], bias_rate) * (1 - skipped)
+                    one.master += step_E[one.first_row :][: len(one.master)]
+            self._publish(unit, written=self._kernels)
         return skipped
+
+    def _adamw(self, one: Sharded, adam: AdamW, lr: float, clip: Tensor, skipped: Tensor) -> None:
+        decay = adam.weight_decay if one.info.decay else 0.0
+        if self._kernels:
+            one.adamw(adam, lr, decay, self._updates, clip, skipped)
+            return
+        adamw(
+            *([one.master], [one.grad], [one.exp_avg], [one.exp_avg_sq], [], [one.step]),
+            fused=True,
+            grad_scale=clip,  # divides the gradient
+            found_inf=skipped,
+            amsgrad=False,
+            beta1=adam.betas[0],
+            beta2=adam.betas[1],
+            lr=lr,
+            weight_decay=decay,
+            eps=adam.eps,
+            maximize=False,
+        )
 
     @property
     def updates(self) -> int:
@@ -245,7 +248,15 @@ class Zero:
         """Start making every rank's weights follow the masters; `wait_for_weights` ends it. `written`: AdamW's kernel
         has written those of this rank that it trains."""
         self.wait_for_weights()  # an earlier all-gather that lands later would bring the old weights back
-        self._publishing = [one.publish(written and one.info.trained) for one in self.sharded.values()]
+        for unit in self._units:
+            self._publish(unit, written)
+
+    def _publish(self, unit: int | str, written: bool) -> None:
+        self._coming[unit] = [one.publish(written and one.info.trained) for one in self._units[unit]]
+
+
+def _unit(info: Parameter) -> int | str:
+    return info.name if info.layer is None else info.layer
 
 
 def _bucket_key(info: Parameter) -> tuple[int | None, str]:

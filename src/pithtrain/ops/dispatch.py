@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pithtrain.ops.experts import Received
-from pithtrain.ops.linear import accumulate_dtype
-from pithtrain.ops.permute import ordered_sum, plan_rows
+from pithtrain.ops.permute import gather_rows, ordered_sum, plan_rows
 
 ROUND_ROWS = 1024  # of a buffer on CUDA: the caching allocator meets few sizes, and does not fragment
 
@@ -136,7 +135,8 @@ class LocalExchange:
         self._held = (out_UH,)
 
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
-        return _sum(mid_TH.dtype, self._take()[0], mid_TH, shared_TH)
+        [out] = self._take()
+        return _plus(out, mid_TH, shared_TH)
 
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         self._held = (dh_TH,)
@@ -149,7 +149,7 @@ class LocalExchange:
 
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         drows, dw = self._take()
-        return _sum(drows.dtype, drows, dn_TH), dw
+        return _plus(drows, dn_TH), dw
 
     def _take(self) -> tuple[Tensor, ...]:
         held, self._held = self._held, ()
@@ -195,7 +195,7 @@ class Exchange:
             weights[rows.row_TK, rows.col_TK] = w_TK
             records = torch.cat((rows.local_Uq[:total].to(torch.int32), weights[:total].view(torch.int32)), dim=1)
             self._flights = [
-                lane.exchange(n_TH[self._token], self._sent, self._received),
+                lane.exchange(gather_rows(n_TH, self._token), self._sent, self._received),
                 lane.exchange(records, self._sent, self._received),
             ]
         self._weight_dtype = w_TK.dtype
@@ -213,12 +213,12 @@ class Exchange:
             self._flights = [lane.exchange(out_UH, self._received, self._sent)]
 
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
-        return _sum(mid_TH.dtype, self._sum_over_ranks(*self._land()), mid_TH, shared_TH)
+        return self._sum_over_ranks(*self._land(), mid_TH, shared_TH)
 
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         lane = self._backward
         with lane.after(lane.mark()):
-            self._flights = [lane.exchange(dh_TH[self._token], self._sent, self._received)]
+            self._flights = [lane.exchange(gather_rows(dh_TH, self._token), self._sent, self._received)]
 
     def received_t(self) -> Tensor:
         return self._land()[0]
@@ -232,25 +232,20 @@ class Exchange:
         """-> (dn [T, H] in compute dtype, dw [T, K] fp32)."""
         drows, dw_Uq = self._land()
         dw_TK = dw_Uq[self._rows.row_TK, self._rows.col_TK]
-        return _sum(drows.dtype, self._sum_over_ranks(drows), dn_TH), dw_TK
+        return self._sum_over_ranks(drows, dn_TH), dw_TK
 
     def _land(self) -> list[Tensor]:
         flights, self._flights = self._flights, []
         return [flight.finish() for flight in flights]
 
-    def _sum_over_ranks(self, rows_UH: Tensor) -> Tensor:
-        """Per rank the copies in order, then over ranks in order: the same for dedup and plain dispatch. fp32."""
-        dtype = accumulate_dtype(rows_UH.dtype)
-        total = rows_UH.new_zeros(self._rows.row_TGC.shape[0], rows_UH.shape[1], dtype=dtype)
-        for row_TC in self._rows.row_TGC.unbind(1):
-            total += ordered_sum(rows_UH, row_TC, dtype)
-        return total
+    def _sum_over_ranks(self, rows_UH: Tensor, *plus: Tensor | None) -> Tensor:
+        """Per rank the copies in order, then over ranks in order: the same for dedup and plain dispatch."""
+        return ordered_sum(rows_UH, self._rows.row_TGC, plus=[term for term in plus if term is not None])
 
 
-def _sum(dtype: torch.dtype, first: Tensor, *more: Tensor | None) -> Tensor:
-    """Left to right in accumulate_dtype, rounded once to `dtype`."""
-    total = first.to(accumulate_dtype(dtype))
-    for term in more:
-        if term is not None:
-            total = total + term
-    return total.to(dtype)
+def _plus(rows_TH: Tensor, *plus: Tensor | None) -> Tensor:
+    """The same sum where each token has its one row: nothing to find."""
+    terms = [term for term in plus if term is not None]
+    if len(terms) > 1:
+        return ordered_sum(rows_TH, torch.arange(len(rows_TH), device=rows_TH.device)[:, None, None], plus=terms)
+    return rows_TH + terms[0] if terms else rows_TH  # torch adds two in fp32 too, and rounds once

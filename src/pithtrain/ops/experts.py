@@ -14,7 +14,8 @@ sum and its transpose needs indices only. Kept from forward to backward, beside 
                                and dY, so that a weight gradient put aside keeps no slots of width H
     full        rows           2 D H; gu is computed again too, before the backward: one of the forward's two products
 
-Where ep is 1 the rows are the attention segment's n, which is there already. `a` is always computed again, in W.
+Where ep is 1 the rows are the attention segment's n, which is there already. `a` is not kept: the backward of the
+activation reads all that it takes, and gives it to W.
 
 Rounded to compute dtype are the operands and results of the products (X Wgu^T, a, a Wd^T, dY, da, dgu), out and drows,
 each once. Biases are fp32 and are added in fp32: to the rounded product, and to nothing rounded afterwards except out.
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from pithtrain.ops.grouped import add_grouped_sum, add_grouped_weight_grad, grouped_linear, grouped_linear_dx
 from pithtrain.ops.linear import Weight, WeightGrad
-from pithtrain.ops.permute import SlotBias, order_slots, ordered_sum
+from pithtrain.ops.permute import SlotBias, gather_rows, order_slots, ordered_sum
 from pithtrain.ops.swiglu import SILU, Glu, expert_activation, expert_activation_backward
 
 Recompute = Literal["none", "selective", "full"]  # what a backward computes again
@@ -70,7 +71,7 @@ class ExpertSegment:
         self._records = received.weights_Uq.shape
         self._slots = slots = order_slots(received.local_Uq, experts.gate_up.data.shape[0], received.num_slots)
         self._w_R = received.weights_Uq.reshape(-1)[slots.record_R]
-        x_RH = rows[slots.row_R]
+        x_RH = gather_rows(rows, slots.row_R)
         gate_up = grouped_linear(x_RH, experts.gate_up.data, slots.ends_E)
         self._x = x_RH if self._recompute == "none" else rows
         self._gate_up = None if self._recompute == "full" else gate_up
@@ -78,12 +79,12 @@ class ExpertSegment:
         y_RH = grouped_linear(act, experts.down.data, slots.ends_E)
         down_bias = experts.down_bias
         bias = None if down_bias is None else SlotBias(down_bias.data, slots.expert_R, self._w_R)
-        return ordered_sum(y_RH, slots.slot_Uq, rows.dtype, bias)
+        return ordered_sum(y_RH, slots.slot_U1q, bias)
 
     def rerun(self) -> None:
         """Compute gate and up again, if they were not kept. The backward does; earlier, it may hide a transfer."""
         if self._gate_up is None:
-            x_RH = self._x[self._slots.row_R]
+            x_RH = gather_rows(self._x, self._slots.row_R)
             self._gate_up = grouped_linear(x_RH, self._experts.gate_up.data, self._slots.ends_E)
 
     def backward(self, dout_UH: Tensor, ready: list[WeightGrad]) -> tuple[Tensor, Tensor]:
@@ -93,38 +94,43 @@ class ExpertSegment:
         assert gu is not None
         w_R, expert_R, ends = self._w_R, slots.expert_R, slots.ends_E
         row_R = None if self._recompute == "none" else slots.row_R
-        dy_RH = dout_UH[slots.row_R]
+        dy_RH = gather_rows(dout_UH, slots.row_R)
         dy = dy_RH if row_R is None else dout_UH  # from here to W, x and dy are alike
         da = grouped_linear_dx(dy_RH, experts.down.data, ends)
         gate_up_bias = _data(experts.gate_up_bias)
-        dgu, dw_R = expert_activation_backward(da, gu, w_R, experts.glu, gate_up_bias, expert_R)
+        dgu, dw_R, act = expert_activation_backward(da, gu, w_R, experts.glu, gate_up_bias, expert_R)
         if experts.down_bias is not None:
             dw_R += experts.down_bias.data[expert_R].mul_(dy_RH).sum(-1)
         dx_RH = grouped_linear_dx(dgu, experts.gate_up.data, ends)
-        drows = ordered_sum(dx_RH, slots.slot_Uq, dx_RH.dtype)
+        drows = ordered_sum(dx_RH, slots.slot_U1q)
         dweights = w_R.new_zeros(self._records)
         dweights.view(-1)[slots.record_R] = dw_R
 
-        def add_down(main: Tensor) -> None:
-            act = expert_activation(gu, w_R, experts.glu, gate_up_bias, expert_R)
-            add_grouped_weight_grad(main, _slots_of(dy, row_R), act, ends)
+        def add_down(main: Tensor, beta: int) -> None:
+            add_grouped_weight_grad(main, beta, _slots_of(dy, row_R), act, ends)
 
-        def add_gate_up(main: Tensor) -> None:
-            add_grouped_weight_grad(main, dgu, _slots_of(x, row_R), ends)
+        def add_gate_up(main: Tensor, beta: int) -> None:
+            add_grouped_weight_grad(main, beta, dgu, _slots_of(x, row_R), ends)
+
+        def add_down_bias(main: Tensor, beta: int) -> None:
+            add_grouped_sum(main, beta, _slots_of(dy, row_R), w_R, ends)
+
+        def add_gate_up_bias(main: Tensor, beta: int) -> None:
+            add_grouped_sum(main, beta, dgu, None, ends)
 
         ready.append(lambda: experts.down.add(add_down))
         ready.append(lambda: experts.gate_up.add(add_gate_up))
         if (down_bias := experts.down_bias) is not None:
-            ready.append(lambda: down_bias.add(lambda m: add_grouped_sum(m, w_R[:, None] * _slots_of(dy, row_R), ends)))
+            ready.append(lambda: down_bias.add(add_down_bias))
         if (up_bias := experts.gate_up_bias) is not None:
-            ready.append(lambda: up_bias.add(lambda m: add_grouped_sum(m, dgu, ends)))
+            ready.append(lambda: up_bias.add(add_gate_up_bias))
         del self._x, self._gate_up, self._w_R, self._slots
         return drows, dweights
 
 
 def _slots_of(kept: Tensor, row_R: Tensor | None) -> Tensor:
     """[R, H] from rows, or as it was kept."""
-    return kept if row_R is None else kept[row_R]
+    return kept if row_R is None else gather_rows(kept, row_R)
 
 
 def _data(weight: Weight | None) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pithtrain.ops.linear import add_weight_grad, has_kernel
+from pithtrain.ops.linear import add_sum, add_weight_grad, has_kernel
 
 
 def grouped_linear(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
@@ -37,41 +37,39 @@ def _grouped(x: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
     return out
 
 
-def add_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
-    """main_grad[e] += dy_e^T x_e; experts without rows are left as they are."""
-    if not dy_RN.shape[0]:
-        return
+def add_grouped_weight_grad(main_ENK: Tensor, beta: int, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
+    """main_grad[e] = beta main_grad[e] + dy_e^T x_e; an expert without rows brings zeros."""
     if has_kernel(x_RK):
         from pithtrain.ops import kernels
 
-        kernels.add_grouped_weight_grad(main_ENK, dy_RN, x_RK, ends_E)
+        kernels.add_grouped_weight_grad(main_ENK, beta, dy_RN, x_RK, ends_E)
     else:
-        plain_grouped_weight_grad(main_ENK, dy_RN, x_RK, ends_E)
+        plain_grouped_weight_grad(main_ENK, beta, dy_RN, x_RK, ends_E)
 
 
-def plain_grouped_weight_grad(main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
+def plain_grouped_weight_grad(main_ENK: Tensor, beta: int, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
     """The twin of the weight gradient."""
     for e, (start, end) in enumerate(_blocks(ends_E)):
-        add_weight_grad(main_ENK[e], dy_RN[start:end], x_RK[start:end])
+        add_weight_grad(main_ENK[e], beta, dy_RN[start:end], x_RK[start:end])
 
 
-def add_grouped_sum(main_EN: Tensor, rows_RN: Tensor, ends_E: Tensor) -> None:
-    """main_grad[e] += the sum of expert e's rows, in main_grad's dtype and in the order of the rows: no atomics, and on
-    the device no host read. Experts without rows are left as they are."""
-    if not rows_RN.shape[0]:
-        return
+def add_grouped_sum(main_EN: Tensor, beta: int, rows_RN: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> None:
+    """main_grad[e] = beta main_grad[e] + the sum of expert e's rows, each times its weight if there is one, in
+    main_grad's dtype: no atomics, and on the device no host read. An expert without rows brings zeros."""
     if has_kernel(rows_RN):
         from pithtrain.ops import kernels
 
-        kernels.add_grouped_sum(main_EN, rows_RN, ends_E)
+        kernels.add_grouped_sum(main_EN, beta, rows_RN, weight_R, ends_E)
     else:
-        plain_grouped_sum(main_EN, rows_RN, ends_E)
+        plain_grouped_sum(main_EN, beta, rows_RN, weight_R, ends_E)
 
 
-def plain_grouped_sum(main_EN: Tensor, rows_RN: Tensor, ends_E: Tensor) -> None:
+def plain_grouped_sum(main_EN: Tensor, beta: int, rows_RN: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> None:
     """The twin of the sum."""
     offsets, rows = F.pad(ends_E, (1, 0)), rows_RN.to(main_EN.dtype)
-    main_EN.add_(torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0))
+    if weight_R is not None:
+        rows = weight_R[:, None] * rows
+    add_sum(main_EN, beta, torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0))
 
 
 def _blocks(ends_E: Tensor) -> list[tuple[int, int]]:

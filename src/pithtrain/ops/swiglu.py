@@ -51,13 +51,15 @@ def weighted_swiglu(gate_up: Tensor, weight: Tensor, glu: Glu = SILU, dtype: tor
     return (weight[:, None] * (silu * up)).to(dtype or gate_up.dtype)
 
 
-def weighted_swiglu_backward(da: Tensor, gate_up: Tensor, weight: Tensor, glu: Glu = SILU) -> tuple[Tensor, Tensor]:
-    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32)."""
+def weighted_swiglu_backward(
+    da: Tensor, gate_up: Tensor, weight: Tensor, glu: Glu = SILU
+) -> tuple[Tensor, Tensor, Tensor]:
+    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32, and a once more, in da's dtype)."""
     raw_gate, raw_up = gate_up.to(weight.dtype).chunk(2, dim=-1)
     gate, up = _factors(raw_gate, raw_up, glu)
     dgate_up = da.new_empty(gate_up.shape)
     dgate, dup = dgate_up.chunk(2, dim=-1)
-    da = da.to(weight.dtype)
+    dtype, da = da.dtype, da.to(weight.dtype)
     s = (gate if glu.alpha == 1 else glu.alpha * gate).sigmoid()
     silu = gate * s
     dweight = (da * silu * up).sum(-1)
@@ -67,7 +69,7 @@ def weighted_swiglu_backward(da: Tensor, gate_up: Tensor, weight: Tensor, glu: G
     if glu.limit is not None:
         dgate.masked_fill_(raw_gate > glu.limit, 0)
         dup.masked_fill_(raw_up.abs() > glu.limit, 0)
-    return dgate_up, dweight
+    return dgate_up, dweight, (weight[:, None] * (silu * up)).to(dtype)
 
 
 def biased(y_RN: Tensor, bias_EN: Tensor | None, expert_R: Tensor) -> Tensor:
@@ -86,8 +88,9 @@ def expert_activation(gate_up: Tensor, weight: Tensor, glu: Glu, bias_EN: Tensor
 
 def expert_activation_backward(
     da: Tensor, gate_up: Tensor, weight: Tensor, glu: Glu, bias_EN: Tensor | None, expert_R: Tensor
-) -> tuple[Tensor, Tensor]:
-    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32): one pass on CUDA."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32, a [R, I] in da's dtype): one pass on CUDA. The
+    weight gradient of the down projection wants a, which a forward need not keep for it."""
     if has_kernel(gate_up):
         from pithtrain.ops import kernels
 
