@@ -52,6 +52,7 @@ from pithtrain.ops.grouped import (
 )
 from pithtrain.ops.kernels import Tiles
 from pithtrain.ops.permute import SlotBias, Slots, order_slots, plain_ordered_sum
+from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 
 REPEATS = 15
@@ -161,7 +162,8 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     yield from product_cases(shape, "down", shape.hidden, shape.width, slots.ends_E, rand)
     yield cross_entropy_case(shape, rand)
     if shape.parameters:
-        yield adamw_case(shape.parameters, shape.name, dtype, device)
+        for moments in (torch.float32, torch.bfloat16):
+            yield adamw_case(shape.parameters, shape.name, dtype, moments, device)
     if gpu:
         yield from attention_cases(shape, rand)
 
@@ -227,9 +229,9 @@ def cross_entropy_case(shape: Shape, rand: Rand) -> Case:
     labels = torch.randint(shape.vocab, (shape.chunk,), device=logits.device)
     scale = torch.ones((), device=logits.device)
 
-    def twin() -> tuple[Tensor, Tensor]:
-        loss, grad = plain_loss_and_grad(logits, labels, scale)
-        return loss, grad.to(dtype)
+    def twin() -> tuple[Tensor, ...]:
+        *sums, grad = plain_loss_and_grad(logits, labels, scale)
+        return *sums, grad.to(dtype)
 
     num_bytes = logits.numel() * (8 + dtype.itemsize)
     return Case(
@@ -259,29 +261,36 @@ def weight_grad(
     )
 
 
-def adamw_case(size: int, shape: str, dtype: torch.dtype, device: str) -> Case:
+def adamw_case(size: int, shape: str, dtype: torch.dtype, moments: torch.dtype, device: str) -> Case:
+    """bf16 moments are rounded at random; the twin, which makes them fp32 and back, is not one that was tuned."""
     given = [torch.randn(size, device=device) for _ in range(4)]
     given[2].abs_()  # a second moment
     grad = given.pop()
+    given[1:] = [x.to(moments) for x in given[1:]]
+    keys = rounding_keys(0, "bench")
     mine, theirs = ([x.clone() for x in given] for _ in range(2))
     weights = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
     step, one, zero = (torch.full((), value, device=device) for value in (1.0, 1.0, 0.0))
     torch_step = zero.clone()  # torch counts before it updates
 
     def run() -> list[Tensor]:
-        kernels.adamw(*mine, grad, weights[0], step, one, zero, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+        kernels.adamw(*mine, grad, weights[0], step, one, zero, 1e-3, (0.9, 0.95), 1e-8, 0.1, keys)
         return [*mine, weights[0]]
 
     def twin() -> list[Tensor]:
+        wide = theirs[1].float(), theirs[2].float()  # themselves where they are fp32
         adamw(
-            *([theirs[0]], [grad], [theirs[1]], [theirs[2]], [], [torch_step]),
+            *([theirs[0]], [grad], [wide[0]], [wide[1]], [], [torch_step]),
             **{"fused": True, "grad_scale": one, "found_inf": zero, "amsgrad": False, "maximize": False},
             **{"beta1": 0.9, "beta2": 0.95, "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8},
         )
+        if moments != torch.float32:
+            store_moments((theirs[1], theirs[2]), wide, keys, torch_step, 0)
         weights[1].copy_(theirs[0])
         return [*theirs, weights[1]]
 
-    return Case("adamw", shape, run, twin, (28 + weights[0].element_size()) * size)
+    label = "adamw" if moments == torch.float32 else "adamw bf16 moments"
+    return Case(label, shape, run, twin, (12 + 4 * moments.itemsize + weights[0].element_size()) * size)
 
 
 def attention_cases(shape: Shape, rand: Rand) -> Iterator[Case]:

@@ -232,7 +232,8 @@ def floor_ms(spec: RunSpec) -> dict[str, float]:
 
     dense, grouped, head   6 FLOPs per weight and token, forward and backward
     attention              a forward, and 2.5 times its FLOPs backward, which computes the scores once more
-    optimizer              30 bytes a parameter: master and moments read and written, gradient read, weight written
+    optimizer              30 bytes a parameter, 22 with bf16 moments: master and moments read and written, gradient
+                           read, weight written
     pointwise, in bf16     per slot of a routed expert of width I: 6 H (gathers and sums, forward and back) + 11 I
                            (activation 3, its gradient 5, the activation once more 3); per token: 5 times the input of
                            each norm and the output of each matrix (read and written; back two read, one written)
@@ -255,7 +256,7 @@ def floor_ms(spec: RunSpec) -> dict[str, float]:
         "grouped": tokens * grouped / GROUPED[spec.model.architecture],
         "head": tokens * head_flops(config) / DENSE,
         "attention": tokens * forward * (1 / fast + 2.5 / slow),
-        "optimizer": 30 * sum(p.size for p in table) / COPY,
+        "optimizer": (30 if spec.optimizer.moments_dtype == "float32" else 22) * sum(p.size for p in table) / COPY,
         "pointwise": tokens * moved / COPY,
     }
     return {name: 1e3 * value for name, value in seconds.items()}

@@ -131,9 +131,14 @@ Shards = dict[str, tuple[int, tuple[int, ...], np.ndarray]]  # name -> (first ro
 
 
 def shards(engine: Engine, pick: Callable[[Any], torch.Tensor]) -> Shards:
-    """This rank's rows of one tensor per parameter; a selection bias has neither gradient nor moments."""
+    """This rank's rows of one tensor per parameter; a selection bias has neither gradient nor moments. bf16 as fp32:
+    numpy has none."""
+
+    def array(x: torch.Tensor) -> np.ndarray:
+        return (x.float() if x.dtype == torch.bfloat16 else x.detach().cpu().clone()).numpy()
+
     return {
-        name: (one.first_row, one.info.stored_shape, pick(one).detach().cpu().clone().numpy())
+        name: (one.first_row, one.info.stored_shape, array(pick(one)))
         for name, one in engine.zero.sharded.items()
         if pick(one).shape[0] == one.master.shape[0]
     }

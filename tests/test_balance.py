@@ -258,9 +258,13 @@ def test_a_skipped_step_leaves_biases_and_counts(monkeypatch: pytest.MonkeyPatch
         assert not torch.equal(engine.counts_LE, counts)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 2), (2, 2, 1)])
-def test_the_plan_counts_a_bias_as_it_is_held(pool: Pool, mesh: tuple[int, int, int]) -> None:
-    spec = balance_spec(*mesh)
+@pytest.mark.parametrize(
+    ("mesh", "narrow"), [((1, 1, 1), False), ((1, 1, 2), False), ((2, 2, 1), False), ((2, 1, 2), True)]
+)
+def test_the_plan_counts_a_bias_as_it_is_held(pool: Pool, mesh: tuple[int, int, int], narrow: bool) -> None:
+    """Also with moments in bf16."""
+    changes = {"training": {"compute_dtype": "float32"}, "optimizer": {"lr": 1e-3, "moments_dtype": "bfloat16"}}
+    spec = balance_spec(*mesh, **(changes if narrow else {}))
     numbers = plan(spec)
     held = pool.run(spec.world_size, held_job, spec.model_dump(mode="json"))
     per_pp = spec.world_size // mesh[0]
@@ -268,8 +272,9 @@ def test_the_plan_counts_a_bias_as_it_is_held(pool: Pool, mesh: tuple[int, int, 
         want = numbers.rank_weight_bytes[rank], numbers.rank_gradient_bytes[rank]
         assert all(each[:2] == want for each in held[rank * per_pp : (rank + 1) * per_pp])
     assert sum(kept for _, _, kept in held) == numbers.checkpoint_bytes
-    tables = sum(info.size * (1 if info.update == "load" else 3) for info in V3.parameters())
-    assert numbers.checkpoint_bytes == 8 * tables, "every size here divides"
+    wide, moment = (4, 2) if narrow else (8, 8)
+    tables = sum(info.size * (wide + (0 if info.update == "load" else 2 * moment)) for info in V3.parameters())
+    assert numbers.checkpoint_bytes == tables, "every size here divides"
 
 
 def held_job(place: Place, fields: dict[str, Any]) -> tuple[int, int, int]:

@@ -15,23 +15,32 @@ from reference import assert_near, make_weight, poisoned_memory, random
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def by_autograd(h: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """loss, dh, dW."""
+def by_autograd(
+    h: Tensor, weight: Tensor, labels: Tensor, scale: float, z_coef: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """loss, dh, dW; with `z_coef` the gradients are those of the loss and its z-loss."""
     h, weight = h.double().clone().requires_grad_(), weight.double().clone().requires_grad_()
     loss = scale * F.cross_entropy(h @ weight.t(), labels, reduction="sum", ignore_index=IGNORE)
-    return loss.detach(), *torch.autograd.grad(loss, (h, weight))
+    total = loss + z_coef * scale * ((h @ weight.t()).logsumexp(1)[labels != IGNORE] ** 2).sum()
+    return loss.detach(), *torch.autograd.grad(total, (h, weight))
 
 
-def run(h: Tensor, weight: Weight, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def run(h: Tensor, weight: Weight, labels: Tensor, scale: float, z_coef: float = 0.0) -> tuple[Tensor, Tensor]:
+    """loss, dh."""
     with poisoned_memory():
-        return linear_cross_entropy(h, weight, labels, torch.tensor(scale, dtype=weight.main_grad.dtype))
+        factor = torch.tensor(scale, dtype=weight.main_grad.dtype)
+        loss, z, dh = linear_cross_entropy(h, weight, labels, factor, z_coef)
+    lse = (h.double() @ weight.data.double().t()).logsumexp(1)
+    if h.isfinite().all():
+        torch.testing.assert_close(z.double(), (z_coef > 0) * scale * (lse[labels != IGNORE] ** 2).sum())
+    return loss, dh
 
 
-def check(h: Tensor, data: Tensor, labels: Tensor, scale: float = 0.125) -> None:
+def check(h: Tensor, data: Tensor, labels: Tensor, scale: float = 0.125, z_coef: float = 0.0) -> None:
     """Loss, dh row by row, and dW row by row (a row of W is a column of the logits)."""
     weight = make_weight("head", data)
-    loss, dh = run(h, weight, labels, scale)
-    expected_loss, expected_dh, expected_dw = by_autograd(h, data, labels, scale)
+    loss, dh = run(h, weight, labels, scale, z_coef)
+    expected_loss, expected_dh, expected_dw = by_autograd(h, data, labels, scale, z_coef)
     tolerance = TOLERANCE[h.dtype]
     assert dh.dtype == h.dtype and loss.dtype == weight.main_grad.dtype and loss.shape == ()
     assert_near(loss, expected_loss, tolerance)
@@ -61,6 +70,38 @@ def test_equal_to_autograd(vocabulary: int, tokens: int, dtype: torch.dtype) -> 
     check(h, data, labels)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(("vocabulary", "tokens"), [(1, 5), (7, 40), (1000, 21)])
+def test_z_loss_equals_autograd(
+    vocabulary: int, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is beside the loss's, and the loss itself is that without it; also over several chunks."""
+    monkeypatch.setattr(cross_entropy, "CHUNK", 16)
+    h, data = random(0, tokens, 8, dtype=dtype), random(1, vocabulary, 8, dtype=dtype)
+    labels = torch.arange(tokens) * 7919 % vocabulary
+    labels[::4] = IGNORE
+    check(h, data, labels, z_coef=0.1)
+
+
+def test_z_loss_by_finite_differences() -> None:
+    """Without autograd: the rise of loss + z_coef z along the gradient of h, and along that of W."""
+    h, data, scale = random(0, 9, 6), random(1, 11, 6), torch.tensor(0.2, dtype=torch.float64)
+    labels = torch.arange(9)
+    labels[4] = IGNORE
+
+    def total(h: Tensor, data: Tensor) -> tuple[float, Tensor, Tensor]:
+        weight = make_weight("head", data)
+        loss, z, dh = linear_cross_entropy(h, weight, labels, scale, 0.3)
+        return (loss + 0.3 * z).item(), dh, weight.main_grad
+
+    _, dh, dw = total(h, data)
+    step = 1e-5
+    along_h = (total(h + step * dh, data)[0] - total(h - step * dh, data)[0]) / (2 * step)
+    along_w = (total(h, data + step * dw)[0] - total(h, data - step * dw)[0]) / (2 * step)
+    assert along_h == pytest.approx(dh.square().sum().item(), rel=1e-7)
+    assert along_w == pytest.approx(dw.square().sum().item(), rel=1e-7)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 4, 12, 13, 100])
 def test_ragged_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK", chunk)
@@ -86,7 +127,7 @@ def test_no_tensor_of_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[tuple[int, ...]] = []
     plain = cross_entropy._loss_and_grad
 
-    def record(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def record(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         seen.append(tuple(logits.shape))
         return plain(logits, *rest)
 

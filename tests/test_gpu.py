@@ -158,8 +158,13 @@ def quiet_job(place: Place, fields: dict[str, Any]) -> float:
 
 
 @needs_gpu
-def test_a_step_never_waits_for_the_device() -> None:
-    assert quiet_job(Place(0, 1, 0, "", 1), make_spec(**on("cuda", "bfloat16")).model_dump(mode="json")) > 0
+@pytest.mark.parametrize("options", [False, True])
+def test_a_step_never_waits_for_the_device(options: bool) -> None:
+    """Also with bf16 moments and the head's z-loss."""
+    fields = make_spec(**on("cuda", "bfloat16")).model_dump(mode="json")
+    if options:
+        fields["optimizer"]["moments_dtype"], fields["training"]["z_loss_coef"] = "bfloat16", 1e-4
+    assert quiet_job(Place(0, 1, 0, "", 1), fields) > 0
 
 
 @needs_two

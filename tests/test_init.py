@@ -109,10 +109,10 @@ def test_uniforms_never_reach_zero_or_one() -> None:
 
 def test_the_mixer_is_a_bijection_with_avalanche() -> None:
     x = torch.arange(1 << 12) * 1048573
-    mixed = init._mix(x)
+    mixed = init.mix(x)
     assert mixed.min() >= 0 and mixed.max() <= init._MASK
     assert mixed.unique().numel() == x.numel()
     for bit in range(32):
-        flipped = mixed ^ init._mix(x ^ (1 << bit))
+        flipped = mixed ^ init.mix(x ^ (1 << bit))
         changed = sum(((flipped >> b) & 1).double().mean().item() for b in range(32))
         assert 15 < changed < 17

@@ -113,6 +113,13 @@ def test_one_checkpoint_by_its_folder(run: RunDir, tmp_path: Path) -> None:
     assert "1000" not in done.stdout.replace("step-00000100", "")
 
 
+def test_moments_of_another_type_say_so(tmp_path: Path) -> None:
+    narrow = {key: one | ({} if key.startswith("master/") else {"dtype": "bfloat16"}) for key, one in TENSORS.items()}
+    path = make_checkpoint(tmp_path, 100, tensors=narrow)
+    words = " ".join(pithtrain("inspect", path, cwd=tmp_path).stdout.split())
+    assert "norm of master norm of exp_avg (bfloat16) norm of exp_avg_sq (bfloat16)" in words
+
+
 def test_weights_alone_say_so(tmp_path: Path) -> None:
     masters = {key: one for key, one in TENSORS.items() if key.startswith("master/")}
     path = make_checkpoint(tmp_path, 0, kind="weights", tensors=masters, mesh=None, updates=0)

@@ -282,6 +282,8 @@ def test_bytes_are_what_zero_allocates() -> None:
     narrow = plan(tiny(*one, "training.compute_dtype=bfloat16"))
     wide = sum(parameter.size for parameter in tiny().model.config.parameters() if parameter.fp32)
     assert narrow.rank_weight_bytes == (2 * count + 2 * wide,)
+    halved = plan(tiny(*one, "optimizer.moments_dtype=bfloat16"))
+    assert halved.rank_bytes == (count * (4 + 4 + 8),) and halved.checkpoint_bytes == count * 8
     assert plan(tiny(*one, "training.device=auto")).rank_bytes == narrow.rank_bytes  # cuda is assumed
 
     uneven = tiny("slurm.gpus_per_node=4", "parallelism={expert_parallel_size: 2}", "model.vocab_size=4097")

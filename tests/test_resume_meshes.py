@@ -12,7 +12,7 @@ import torch
 
 from harness import MODEL, Pool, assemble, batches_of, distance, make_spec, shards
 from pithtrain import catalog, checkpoint
-from pithtrain.build import Engine, build
+from pithtrain.build import Engine, build, initialise
 from pithtrain.checkpoint import KINDS, Position, Saver
 from pithtrain.spec import RunSpec, from_dict
 from pithtrain.train import Outcome, train_step
@@ -108,7 +108,8 @@ def load_job(place: Place, fields: dict[str, Any], path: Path, steps: int) -> We
     """Into an engine of other initial values, whose first all-gather may still be under way."""
     spec = from_dict(fields)
     with connect(place, spec.mesh, "cpu", spec.distributed) as world:
-        engine = build(from_dict({**fields, "training": {**fields["training"], "seed": 99}}), world)
+        engine = build(spec, world)
+        initialise(engine.zero, 99)
         position = checkpoint.load(path, engine.zero, world, catalog.read(path))
         assert position == Position(steps, 12 * steps, 192 * steps)
         return go_on(spec, engine, steps)
@@ -123,9 +124,10 @@ def whole(parts: list[Went]) -> Went:
     return Went(state, weights, one.updates, one.losses, one.norms, one.counts, masters)
 
 
-def fields_of(mesh: Mesh, dtype: str) -> dict[str, Any]:
+def fields_of(mesh: Mesh, dtype: str, moments: str = "float32") -> dict[str, Any]:
     training = {"global_batch_size": 12, "compute_dtype": dtype}
-    return make_spec(*mesh, model=ODD, training=training).model_dump(mode="json")
+    optimizer = {"lr": 1e-3, "moments_dtype": moments}
+    return make_spec(*mesh, model=ODD, training=training, optimizer=optimizer).model_dump(mode="json")
 
 
 Saved = Callable[..., tuple[Path, Went]]
@@ -200,6 +202,56 @@ def test_case_120_moments_of_a_bf16_run_stay_fp32(saved: Saved, loaded: Loaded) 
     for kind in KINDS:
         tensor = torch.from_numpy(got.state[kind]["lm_head.weight"])
         assert not torch.equal(tensor.bfloat16().float(), tensor), f"{kind} has more digits than bf16 holds"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((2, 1, 2), (2, 1, 2)), ((2, 1, 2), (1, 3, 1)), ((1, 1, 4), (1, 1, 1)), ((1, 3, 1), (2, 2, 1))],
+    ids=name_of,
+)
+def test_bf16_moments_on_any_mesh(pool: Pool, tmp_path: Path, old: Mesh, new: Mesh) -> None:
+    """State bitwise, and then the training: on the mesh that saved it bitwise too, random bits included."""
+    fields, moved = (fields_of(mesh, "float32", "bfloat16") for mesh in (old, new))
+    want = whole(pool.run(int(np.prod(old)), save_job, fields, tmp_path, 2))
+    path = catalog.folder(tmp_path, 2)
+    got = whole(pool.run(int(np.prod(new)), load_job, moved, path, 2))
+    assert_same_state(got, want)
+    kinds = {key.partition("/")[0]: one["dtype"] for key, one in catalog.read(path)["tensors"].items()}
+    assert kinds == {"master": "float32", "exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"}
+    assert [*checkpoint.verify(path, lambda *_: None)] == []
+    same = old == new
+    np.testing.assert_allclose(got.losses, want.losses, rtol=0 if same else 1e-6, atol=0)
+    for name, master in want.masters.items():
+        assert distance(got.masters[name], master) <= (0 if same else 1e-4), name
+
+
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_moments_are_loaded_in_another_type(pool: Pool, tmp_path: Path, saved_in: str, loaded_in: str) -> None:
+    """On another mesh: bf16 widened, or fp32 to the nearest bf16; masters are untouched, and training goes on. One
+    changed bit is seen before it could be rounded away."""
+    old, new = (2, 1, 2), (1, 3, 1)
+    want = whole(pool.run(4, save_job, fields_of(old, "float32", saved_in), tmp_path, 2))
+    path, fields = catalog.folder(tmp_path, 2), fields_of(new, "float32", loaded_in)
+    got = whole(pool.run(3, load_job, fields, path, 2))
+    for name, tensor in want.state["exp_avg_sq"].items():
+        whole_sq = torch.from_numpy(tensor)
+        expected = whole_sq if saved_in == "bfloat16" else whole_sq.bfloat16().float()
+        np.testing.assert_array_equal(got.state["exp_avg_sq"][name], expected.numpy(), name)
+        np.testing.assert_array_equal(got.state["master"][name], want.state["master"][name], name)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-3, atol=0)
+    assert got.losses[0] == pytest.approx(want.losses[0], rel=1e-6), "moments have no part in the next loss"
+    file, at = where(path, "exp_avg_sq/lm_head.weight")
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(AssertionError, match=r"DamagedError.*exp_avg_sq/lm_head.weight"):
+        pool.run(3, load_job, fields, path, 2)
+
+
+def where(path: Path, key: str) -> tuple[Path, int]:
+    """The file and the place of the first value of a tensor."""
+    values = checkpoint.Reader(path).tensor(key).flatten()[:4].view(torch.int16).numpy().tobytes()
+    return next((f, f.read_bytes().index(values)) for f in path.glob("*.distcp") if values in f.read_bytes())
 
 
 @pytest.mark.slow

@@ -372,6 +372,12 @@ def test_mesh_ranks_are_a_bijection_with_ep_innermost() -> None:
         (["checkpoint.async_save=final"], "checkpoint.async_save", "true or false"),
         (["checkpoint.export_hf=all"], "checkpoint.export_hf", "must be 'final'"),
         (["checkpoint.async_save=true", "slurm.mem=1K"], "slurm.mem", "that a checkpoint is copied to"),
+        (["optimizer.moments_dtype=float16"], "optimizer.moments_dtype", "'float32' or 'bfloat16'"),
+        (
+            ["training.device=cpu", "training.compute_dtype=float64", "optimizer.moments_dtype=bfloat16"],
+            *("optimizer.moments_dtype", "whose moments are float64"),
+        ),
+        (["training.z_loss_coef=-1"], "training.z_loss_coef", "greater than or equal to 0"),
         (["init_from=a", "resume=b"], "init_from", "weights alone, or full state"),
         (["init_from=3"], "init_from", "must be a path"),
         (["slurm.time=10"], "slurm.signal_delay_s", "half of slurm.time = 10"),
@@ -566,12 +572,23 @@ def test_all_problems_at_once(base: Path) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_bf16_moments_need_a_third_less_host_memory(base: Path) -> None:
+    needs = []
+    for moments in ("float32", "bfloat16"):
+        overrides = ["checkpoint.async_save=true", "slurm.mem=1K", f"optimizer.moments_dtype={moments}"]
+        with pytest.raises(SpecError) as caught:
+            load(base, [*overrides, "model.vocab_size=100000", "model.hidden_size=8192"])
+        (problem,) = (each for each in caught.value.problems if each.path == "slurm.mem")
+        needs.append(float(re.findall(r"([\d.]+) GiB", problem.rule)[0]))
+    assert needs[1] == pytest.approx(needs[0] * 8 / 12, rel=0.02)
+
+
 def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
     """Each key exists, is left at its off value by the base, and takes no other."""
     whole = {"fp8", "validation", "guards"}
     keys = {f"{name}.{key}" for name in whole for key in sections()[name].model_fields}
-    keys |= {"compile.mode", "parallelism.context_parallel_size", "training.z_loss_coef", "optimizer.type"}
-    keys |= {"optimizer.moments_dtype", "moe.transport", "data.document_mask", "distributed.flight_recorder"}
+    keys |= {"compile.mode", "parallelism.context_parallel_size", "optimizer.type"}
+    keys |= {"moe.transport", "data.document_mask", "distributed.flight_recorder"}
     other = {bool: "true", float: "0.5", int: "2", str: "x"}
     tried = 0
     for path in sorted(keys):

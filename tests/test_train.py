@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import ALONE, MODEL, Pool, make_spec, single
+from harness import ALONE, MODEL, Pool, batches_of, make_spec, play, single
 from pithtrain import catalog, checkpoint, rundir
 from pithtrain.build import build
 from pithtrain.errors import CheckpointError, DataError, NotFiniteError, RunFailed
@@ -123,6 +123,17 @@ def test_stopped_and_resumed_is_bitwise_the_straight_run(
     want, got = trained(straight, spec, STEPS), trained(stopped, spec, STEPS)
     for name, tensor in want.items():
         np.testing.assert_array_equal(got[name], tensor, name)
+
+
+def test_a_run_may_change_the_type_of_its_moments_and_says_so(corpus: Path, tmp_path: Path) -> None:
+    for step, moments in enumerate(("float32", "bfloat16", "bfloat16", "float32"), 1):
+        optimizer = {"lr": 1e-3, "moments_dtype": moments}
+        steps, flat = {"max_steps": step}, {"type": "constant"}
+        spec = train_spec(corpus, training=steps, optimizer=optimizer, lr_scheduler=flat)
+        assert alone(spec, tmp_path).finished
+    said = [row["message"] for row in events(tmp_path, "warning")]
+    changed = "optimizer.moments_dtype: moments were {} up to step {} and are {} from here on"
+    assert said == [changed.format("float32", 1, "bfloat16"), changed.format("bfloat16", 3, "float32")]
 
 
 class StopsAt(Watch):
@@ -498,6 +509,47 @@ def test_a_line_holds_what_the_file_promises(corpus: Path, tmp_path: Path) -> No
         assert row[key] is None, "off"
     for key in ("memory_peak_gib", "data_wait_s", "grad_norm", "lr", "attempt", "checkpoint_stall_s"):
         assert row[key] is not None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_heads_z_loss_is_trained_on_and_has_a_number_of_its_own(tied: bool) -> None:
+    """The gradient of the head, by differences, is that of loss + z_loss_coef x head_z; with a tied one the embedding's
+    part comes on top. The loss is bit for bit that of a run without."""
+    changes = {"model": {"tie_word_embeddings": tied}, "moe": {"load_balance_type": "none", "aux_loss_coef": 0.0}}
+    spec = make_spec(training={"compute_dtype": "float64", "z_loss_coef": 0.2}, **changes)
+    plain = make_spec(training={"compute_dtype": "float64"}, **changes)
+    with single(spec) as world:
+        engine, other = build(spec, world), build(plain, world)
+        batches = batches_of(spec, engine, 0)
+        stats, without = play(engine, spec, batches), play(other, plain, batches)
+        assert torch.equal(stats.loss, without.loss) and without.head_z == 0
+        assert stats.head_z.item() == pytest.approx(math.log(MODEL["vocab_size"]) ** 2, rel=0.1)
+        weight = engine.zero.weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        grad = weight.main_grad.clone()
+
+        def total(by: float) -> float:
+            weight.data += by * grad / grad.norm()
+            stats = play(engine, spec, batches)
+            return (stats.loss + 0.2 * stats.head_z).item()
+
+        ahead = total(1e-6)
+        assert (ahead - total(-2e-6)) / 2e-6 == pytest.approx(grad.norm().item(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_heads_z_loss_in_the_lines_of_a_run_on_any_mesh(pool: Pool, corpus: Path, tmp_path: Path) -> None:
+    """Steps with it end with a smaller lse than those without, and a mesh of four says what one process says."""
+    rows: list[list[dict[str, Any]]] = []
+    for mesh, coef in (((1, 1, 1), 0.1), ((2, 1, 2), 0.1), ((1, 1, 1), 1e-9)):
+        training = {"z_loss_coef": coef, "compute_dtype": "float64"}
+        spec = train_spec(corpus, *mesh, training=training, optimizer={"lr": 1e-2})
+        train(pool, spec, tmp_path / str(len(rows)))
+        rows.append(lines(tmp_path / str(len(rows))))
+    for key in ("loss", "head_z_loss", "grad_norm"):
+        one, four = ([row[key] for row in rows[n]] for n in (0, 1))
+        np.testing.assert_allclose(four, one, rtol=1e-9, err_msg=key)
+    assert rows[0][0]["loss"] == rows[2][0]["loss"]
+    assert rows[0][-1]["head_z_loss"] < 0.9 * rows[2][-1]["head_z_loss"]
 
 
 def test_case_111_the_run_says_what_decays(corpus: Path, tmp_path: Path) -> None:

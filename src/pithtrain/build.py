@@ -70,7 +70,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     layers = partition(config, world.mesh.pp, spec.training.sequence_length)
     held = tuple(layer for stage in stages for layer in layers[stage])
     table = [info for info in config.parameters() if info.layer in held or (info.layer is None and world.pp == 0)]
-    zero = Zero(table, world, dtype, tied=EMBEDDING if config.tie_word_embeddings else None)
+    tied = EMBEDDING if config.tie_word_embeddings else None
+    zero = Zero(table, world, dtype, tied, spec.optimizer.moments_dtype == "bfloat16", spec.training.seed)
     initialise(zero, spec.training.seed)
 
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
@@ -117,7 +118,7 @@ def _build_stage(
     built = [
         module.build_layer(config, layer, weights, tables, _balance(spec, layer, counts_LE[layer])) for layer in layers
     ]
-    head = _head(config, weights) if stage == last else None
+    head = _head(config, weights, training.z_loss_coef) if stage == last else None
     if spec.compile.enabled:
         hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
         built, head = compile_regions(built, head, hidden, compute_dtype(spec, world.device))
@@ -164,11 +165,12 @@ def _balance(spec: RunSpec, layer: int, counts_E: Tensor) -> Balance:
     )
 
 
-def _head(config: ModelConfig, weights: Mapping[str, Weight]) -> Head:
+def _head(config: ModelConfig, weights: Mapping[str, Weight], z_coef: float) -> Head:
     def norm(lin: Linears, vectors: Mapping[str, Tensor], h: Tensor) -> tuple[tuple[Tensor], None]:
         return (rms_norm(h, vectors["norm"], config.rms_norm_eps),), None
 
     return Head(
         norm=Region(norm, {}, {"norm": weights[FINAL_NORM]}),
         weight=weights[EMBEDDING if config.tie_word_embeddings else HEAD],
+        z_coef=z_coef,
     )

@@ -39,7 +39,9 @@ class Metrics:
     """One logged step, over the whole mesh. None: unknown, or not computed at this step.
 
     `loss` is the LM cross entropy alone in nats per token, `aux_loss` (1.0 is perfect balance) and `router_z_loss` are
-    means over MoE layers; what is trained on is loss + MoE layers x (aux_loss_coef x aux_loss + z_loss_coef x z).
+    means over MoE layers, `head_z_loss` is the mean over tokens of the head's log partition function squared. Trained
+    on is loss + training.z_loss_coef x head_z_loss + MoE layers x (moe.aux_loss_coef x aux_loss + moe.z_loss_coef x
+    router_z_loss); of those without a coefficient there is no number.
     Expert load, over the global batch of this step: most slots over mean and entropy (1.0 is perfect balance) of the
     worst layer each, experts without a token summed over layers; `expert_load` has every layer and expert.
     `grad_norm` the global norm before clipping, memory in GiB, times in seconds.

@@ -14,7 +14,8 @@ rank's time leaves few of these states (what is taken is at most ranks x cap, wh
 lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
 
 **Bytes.** What is held from the first step to the last, exactly as `zero` allocates it: whole weights in the compute
-type, whole main gradients, a shard of masters and two moments. Activations are not in it.
+type, whole main gradients, a shard of masters and two moments (these in
+`optimizer.moments_dtype`). Activations are not in it.
 """
 
 import functools
@@ -178,6 +179,7 @@ def plan(spec: RunSpec) -> Plan:
     if dtype == "auto":
         dtype = "float32" if training.device == "cpu" else "bfloat16"  # a login node cannot ask: cuda is assumed
     wide = 8 if dtype == "float64" else 4  # main gradients, masters, moments, 1-D weights and the router
+    moment = 2 if spec.optimizer.moments_dtype == "bfloat16" else wide
     narrow = 2 if dtype == "bfloat16" else wide
     held, weights, gradients, optimizer = ([0] * mesh.pp for _ in range(4))
     for parameter in config.parameters():
@@ -191,7 +193,7 @@ def plan(spec: RunSpec) -> Plan:
         trained = parameter.trained  # else neither main gradient nor moments
         weights[rank] += padded * (wide if parameter.fp32 else narrow)
         gradients[rank] += padded * wide * trained
-        optimizer[rank] += padded // shards * wide * (3 if trained else 1)
+        optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
     return Plan(
         name=spec.name,
         ranks=spec.world_size,

@@ -167,7 +167,9 @@ def inspected(
 def _tensors(tensors: dict[str, dict[str, Any]]) -> Table:
     """One line a parameter, as stored: the experts of a layer are one matrix [E * out, in]."""
     kinds = [kind for kind in ("master", "exp_avg", "exp_avg_sq") if any(key.startswith(f"{kind}/") for key in tensors)]
-    table = Table("parameter", "shape", "type", *(f"norm of {kind}" for kind in kinds), box=None, pad_edge=False)
+    types = {kind: {one["dtype"] for key, one in tensors.items() if key.startswith(f"{kind}/")} for kind in kinds}
+    heads = (f"norm of {k}" + (f" ({' '.join(types[k])})" if types[k] != types["master"] else "") for k in kinds)
+    table = Table("parameter", "shape", "type", *heads, box=None, pad_edge=False)
     names = [key.partition("/")[2] for key in tensors if key.startswith("master/")]
     for name in names:
         of = [tensors.get(f"{kind}/{name}") for kind in kinds]  # what follows expert load has no moments

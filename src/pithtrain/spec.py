@@ -141,7 +141,7 @@ class TrainingSection(Strict):
     compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = _key(
         "auto", "auto: bfloat16 on cuda, float32 on cpu; float64 on cpu is for proofs"
     )
-    z_loss_coef: Coefficient = _later(0.0, "of the LM head's log partition function squared")
+    z_loss_coef: Coefficient = _key(0.0, "of the LM head's log partition function squared; 1e-4 is usual")
     deterministic: bool = _key(False, "bitwise reruns on a GPU too, at the cost of slower kernels")
 
 
@@ -153,7 +153,9 @@ class OptimizerSection(Strict):
     betas: tuple[Beta, Beta] = _key((0.9, 0.95), "decay of the first and the second moment", strict=False)
     eps: float = _key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: Coefficient = _key(0.1, "per step and unit of lr, on matrices only")
-    moments_dtype: Literal["float32", "bfloat16"] = _later("float32", "type of the two moments")
+    moments_dtype: Literal["float32", "bfloat16"] = _key(
+        "float32", "of both moments; bfloat16: 4 bytes per parameter less, rounded stochastically"
+    )
 
 
 class LrSchedulerSection(Strict):
@@ -231,12 +233,12 @@ class ValidationSection(Strict):
 
 
 class CheckpointSection(Strict):
-    """Full state on disk, 12 bytes per parameter a step. Whatever stands here, a run saves at its last step, where it
-    is stopped and where it is asked to.
+    """Full state on disk, 12 bytes per parameter a step (8 with bf16 moments). Whatever stands here, a run saves at its
+    last step, where it is stopped and where it is asked to.
 
     keep_last: an older one goes once the next is whole on the disk, which so needs room for one more. async_save:
-    training waits for a copy to host memory (12 bytes per parameter over all ranks) instead of the write; a save that
-    finds the one before unfinished waits for it, and so does the end of the run.
+    training waits for a copy to host memory (as many bytes over all ranks) instead of the write; a save that finds the
+    one before unfinished waits for it, and so does the end of the run.
     """
 
     interval: Positive | None = _key(None, "steps between saves: what a crash may cost; null: none but those above")
@@ -459,6 +461,12 @@ def _check_dtype(training: TrainingSection) -> Problems:
         yield Problem("training.compute_dtype", "float64", rule, "set training.device=cpu")
 
 
+def _check_moments(training: TrainingSection, optimizer: OptimizerSection) -> Problems:
+    if training.compute_dtype == "float64" and optimizer.moments_dtype == "bfloat16":
+        rule = "would make a proof of 8 digits: training.compute_dtype is float64, whose moments are float64 too"
+        yield Problem("optimizer.moments_dtype", "bfloat16", rule, "set it to float32, or compute in float32")
+
+
 def _check_lr(lr_scheduler: LrSchedulerSection, optimizer: OptimizerSection, training: TrainingSection) -> Problems:
     warmup, decay, min_lr = lr_scheduler.warmup_steps, lr_scheduler.decay_steps, lr_scheduler.min_lr
     at, last = "lr_scheduler", training.max_steps
@@ -544,13 +552,18 @@ def _check_checkpoint(checkpoint: CheckpointSection) -> Problems:
 
 
 def _check_host_memory(
-    model: ModelSection, training: TrainingSection, checkpoint: CheckpointSection, slurm: SlurmSection
+    model: ModelSection,
+    training: TrainingSection,
+    optimizer: OptimizerSection,
+    checkpoint: CheckpointSection,
+    slurm: SlurmSection,
 ) -> Problems:
     """A save copies a node's part of the state to host memory; the kernel's killer would say nothing of it."""
     if slurm.mem.strip("KMGT") == "0" or (training.device == "cpu" and not checkpoint.async_save):
         return
     have = int(slurm.mem.rstrip("KMGT")) * 1024 ** (" KMGT".find(slurm.mem[-1]) if slurm.mem[-1] in "KMGT" else 2)
-    need = 12 * sum(parameter.size for parameter in model.config.parameters()) / slurm.nodes
+    per_parameter = 12 if optimizer.moments_dtype == "float32" else 8
+    need = per_parameter * sum(parameter.size for parameter in model.config.parameters()) / slurm.nodes
     if need > have:
         rule = (
             f"is less than the {need / 2**30:.1f} GiB of each node that a checkpoint is copied to before it is written"
@@ -678,6 +691,7 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype
     checks += (
+        _check_moments,
         _check_lr,
         _check_moe,
         _check_balance,

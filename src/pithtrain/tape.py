@@ -48,10 +48,11 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Head:
-    """The last stage's end: the final norm, and the linear whose product meets the labels."""
+    """The last stage's end: the final norm, and the linear whose product meets the labels; `z_coef` of its z-loss."""
 
     norm: Region
     weight: Weight
+    z_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,14 @@ class Traffic:
 
 @dataclass
 class Stats:
-    """Sums over the micro-batches of a step, on the device. loss: scaled, so a sum over ranks is the global mean.
-    balance_L, z_L and counts_LE by global layer index."""
+    """Sums over the micro-batches of a step, on the device. loss, head_z: scaled, so a sum over ranks is the mean over
+    the global batch. balance_L, z_L and counts_LE by global layer index."""
 
     loss: Tensor
     balance_L: Tensor
     z_L: Tensor
     counts_LE: Tensor
+    head_z: Tensor
 
     def routed(self, layer: int, routing: Routing) -> None:
         self.balance_L[layer] += routing.balance
@@ -160,8 +162,11 @@ def forward(
     norm = Segment(stage.head.norm, h)
     tape.entries.append(norm)
     n = norm.take()[0].flatten(0, 1)
-    loss, tape.start = linear_cross_entropy(n, stage.head.weight, labels.labels.flatten(), labels.scale)
+    head, labels_T = stage.head, labels.labels.flatten()
+    loss, head_z, tape.start = linear_cross_entropy(n, head.weight, labels_T, labels.scale, head.z_coef)
     stats.loss += loss
+    if head.z_coef:
+        stats.head_z += head_z
     return None, tape
 
 
@@ -268,4 +273,5 @@ def new_stats(num_layers: int, num_experts: int, device: torch.device, dtype: to
         torch.zeros(num_layers, dtype=dtype, device=device),
         torch.zeros(num_layers, dtype=dtype, device=device),
         torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device),
+        torch.zeros((), dtype=dtype, device=device),
     )

@@ -447,6 +447,10 @@ def _resume(
             engine.counts_LE.copy_(torch.tensor(own))
         if events is not None:
             events.event("resumed", step=position.step, path=str(path))
+            saved, kept = checkpoint.moments_dtype(content), spec.optimizer.moments_dtype
+            if saved != kept and "bfloat16" in (saved, kept):
+                changed = f"moments were {saved} up to step {position.step} and are {kept} from here on"
+                events.event("warning", message=f"optimizer.moments_dtype: {changed}")
             for key, theirs, ours in catalog.differences("data", content["data"], about["data"]):
                 changed = f"{key} was {theirs} up to step {position.step} and is {ours} from here on"
                 events.event("warning", message=f"{changed}: a sample's number stands for other text")
@@ -523,11 +527,11 @@ def _log(
     """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
     config, training = spec.model.config, spec.training
     stats, layers = result.stats, config.num_hidden_layers
-    sums = stats.loss.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
+    sums = stats.loss.view(1), stats.head_z.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
     total = world.sum(torch.cat([each.to(torch.float64) for each in sums]))
     if events is None:
         return
-    loss, *rest = total.tolist()
+    loss, head_z, *rest = total.tolist()
     elapsed = time.perf_counter() - meter.since
     moe = [layer for layer in range(layers) if config.is_moe(layer)]
     first_count, experts = 2 * layers, config.num_experts
@@ -546,7 +550,7 @@ def _log(
         loss=loss,
         aux_loss=sum(rest[layer] for layer in moe) / len(moe) if balanced else None,
         router_z_loss=sum(rest[layers + layer] for layer in moe) / len(moe) if moe and spec.moe.z_loss_coef else None,
-        head_z_loss=None,
+        head_z_loss=head_z if training.z_loss_coef else None,
         lr=lr,
         grad_norm=result.norm.item(),
         step_time_s=elapsed / meter.steps,

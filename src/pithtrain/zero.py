@@ -1,7 +1,7 @@
 """ZeRO-1: parameters and fp32 main gradients whole on each rank, masters and optimizer state sharded.
 
 Per parameter of P elements shared by n ranks: weight in compute dtype (2P bytes in bf16), main gradient (4P), and a
-shard of master, first and second moment (12P / n). One step:
+shard of master, first and second moment (12P / n; 8P / n with moments in bf16, `ops/rounding`). One step:
 
     last W of a bucket  -> reduce-scatter of its main gradients, while other chunks still compute
     all buckets         -> norm: one all-reduce of one scalar; shards are disjoint, so each parameter counts once
@@ -29,6 +29,7 @@ from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import Parameter
 from pithtrain.ops.linear import Weight, accumulate_dtype
+from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.router import bias_step
 from pithtrain.world import World, all_gather, reduce_scatter
 
@@ -37,7 +38,7 @@ class Sharded:
     """One parameter on this rank: whole weight and main gradient, and this rank's shard of everything else. Without
     gradient (update "load") main gradient and moments have no rows."""
 
-    def __init__(self, info: Parameter, world: World, dtype: torch.dtype):
+    def __init__(self, info: Parameter, world: World, dtype: torch.dtype, moments: torch.dtype, seed: int):
         """Allocates; every value is zero until `build` initialises the master or a checkpoint is loaded."""
         self.info = info
         self.group = world.expert_group if info.kind == "expert" else world.dense_group
@@ -60,9 +61,11 @@ class Sharded:
         own = min(max(self.rows - self.part * self.shard_rows, 0), self.shard_rows)  # 0: more ranks than chunks
         self._masters = torch.zeros(self.shard_rows, *flat[1:], dtype=wide, device=device)
         self.master = self._masters[:own]
-        self.exp_avg = torch.zeros_like(self.master if trained else self.master[:0])
+        self.exp_avg = torch.zeros_like(self.master if trained else self.master[:0], dtype=moments)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.step = torch.zeros((), dtype=torch.float32, device=device)
+        self._keys = rounding_keys(seed, info.name)
+        self._first = self.first_row * (self._data.numel() // len(self._data))  # index of this shard's first element
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole[self.part * self.shard_rows : (self.part + 1) * self.shard_rows]
@@ -75,14 +78,18 @@ class Sharded:
     def adamw(
         self, adam: "AdamW", lr: float, weight_decay: float, updates: Tensor, clip: Tensor, skipped: Tensor
     ) -> None:
-        """One pass over the shard on CUDA: 16 bytes a parameter read, 12 and the weight written. `updates` counts this
-        one."""
+        """One pass over the shard on CUDA: 16 bytes a parameter read, 12 and the weight written; 4 less each way with
+        moments in bf16. `updates` counts this one."""
         from pithtrain.ops import kernels
 
         kernels.adamw(
             *(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self._own(self._data)),
-            *(updates, clip, skipped, lr, adam.betas, adam.eps, weight_decay),
+            *(updates, clip, skipped, lr, adam.betas, adam.eps, weight_decay, self._keys, self._first),
         )
+
+    def store_moments(self, values: tuple[Tensor, Tensor], updates: Tensor) -> None:
+        """Rounds what is wider than the moments; values that were not changed come back as they are."""
+        store_moments((self.exp_avg, self.exp_avg_sq), values, self._keys, updates, self._first)
 
     def reduce(self) -> dist.Work | None:
         """Start the sum over the group, in place: this rank's chunk of the main gradient receives it."""
@@ -139,10 +146,20 @@ class AdamW:
 class Zero:
     """All parameters of this rank's two stages, their buckets, and the update."""
 
-    def __init__(self, table: Iterable[Parameter], world: World, dtype: torch.dtype, tied: str | None):
+    def __init__(
+        self,
+        table: Iterable[Parameter],
+        world: World,
+        dtype: torch.dtype,
+        tied: str | None,
+        bf16_moments: bool,
+        seed: int,
+    ):
         """`table`: the parameters of this rank's stages. `tied`: the name of the embedding that is also the head, which
-        gets two gradients per micro-batch."""
-        self.sharded = {info.name: Sharded(info, world, dtype) for info in table}
+        gets two gradients per micro-batch. `seed`: of the rounding of `bf16_moments`."""
+        moments = torch.bfloat16 if bf16_moments else accumulate_dtype(dtype)
+        self.sharded = {info.name: Sharded(info, world, dtype, moments, seed) for info in table}
+        self._bf16_moments = bf16_moments
         self._world = world
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
         self._trained = [one for one in self.sharded.values() if one.info.trained]
@@ -217,8 +234,9 @@ class Zero:
         if self._kernels:
             one.adamw(adam, lr, decay, self._updates, clip, skipped)
             return
+        moments = one.exp_avg.to(one.master.dtype), one.exp_avg_sq.to(one.master.dtype)  # themselves, unless in bf16
         adamw(
-            *([one.master], [one.grad], [one.exp_avg], [one.exp_avg_sq], [], [one.step]),
+            *([one.master], [one.grad], [moments[0]], [moments[1]], [], [one.step]),
             fused=True,
             grad_scale=clip,  # divides the gradient
             found_inf=skipped,
@@ -230,6 +248,8 @@ class Zero:
             eps=adam.eps,
             maximize=False,
         )
+        if self._bf16_moments:
+            one.store_moments(moments, self._updates)
 
     @property
     def updates(self) -> int:

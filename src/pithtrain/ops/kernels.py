@@ -220,7 +220,7 @@ def glu_backward(
 
 
 @triton.jit
-def _cross_entropy(logits, labels, scale, grad, losses, V: constexpr, BLOCK: constexpr):
+def _cross_entropy(logits, labels, scale, grad, losses, squares, Z: constexpr, V: constexpr, BLOCK: constexpr):
     """Pass 1: a running maximum and sum per lane; pass 2: the gradient, the target's -1 inside the vector expression (a
     second store to one element would race)."""
     t = tl.program_id(0).to(tl.int64)
@@ -241,23 +241,32 @@ def _cross_entropy(logits, labels, scale, grad, losses, V: constexpr, BLOCK: con
     # a label beyond the vocabulary shows as a loss of NaN, and reads nothing
     target = tl.load(logits + t * V + y, mask=valid & (y < V), other=float("nan"))
     tl.store(losses + t, tl.where(valid, (lse - target) * factor, 0.0))
+    if Z:
+        tl.store(squares + t, tl.where(valid, lse * lse * factor, 0.0))
     factor = tl.where(valid, factor, 0.0)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first")
-        g = factor * (tl.exp(s - lse) - (cols == y).to(tl.float32))
+        p = tl.exp(s - lse)
+        if Z:
+            p *= 1 + 2 * Z * lse
+        g = factor * (p - (cols == y).to(tl.float32))
         g = tl.where(valid, g, 0.0)
         tl.store(grad + t * V + cols, g.to(grad.dtype.element_ty), mask=cols < V, eviction_policy="evict_first")
 
 
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """-> (summed scaled loss, its gradient [T, V] in `dtype`). fp32 logits are read twice; a negative label is a token
-    without loss. A program per token."""
+def cross_entropy(
+    logits_TV: Tensor, labels_T: Tensor, scale: Tensor, dtype: torch.dtype, z_coef: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (summed scaled loss, summed scaled lse^2, gradient [T, V] of loss + z_coef lse^2 in `dtype`). fp32 logits are
+    read twice; a negative label is a token without loss. A program per token; without `z_coef` no lse^2."""
     tokens, vocab = logits_TV.shape
     grad = torch.empty(tokens, vocab, dtype=dtype, device=logits_TV.device)
-    losses = logits_TV.new_empty(tokens)
-    _cross_entropy[(tokens,)](logits_TV, labels_T, scale, grad, losses, vocab, _block(vocab, 8192), num_warps=32)
-    return losses.sum(), grad
+    losses, squares = logits_TV.new_empty(tokens), logits_TV.new_empty(tokens if z_coef else 0)
+    _cross_entropy[(tokens,)](
+        *(logits_TV, labels_T, scale, grad, losses, squares, z_coef, vocab, _block(vocab, 8192)), num_warps=32
+    )
+    return losses.sum(), squares.sum(), grad
 
 
 # ---- weight gradients of experts (grouped) ---------------------------------------------------------------------------
@@ -369,8 +378,42 @@ def add_grouped_sum(main_EN: Tensor, beta: int, rows_RN: Tensor, weight_R: Tenso
 
 
 @triton.jit
+def _mix(x):
+    """`init.mix` on uint32, which wraps by itself."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _round_to_bf16(x, bits):
+    """`rounding.round_to_bf16`, to an fp32 that bf16 holds."""
+    raw = x.to(tl.int32, bitcast=True)
+    finite = (raw & 0x7F800000) != 0x7F800000
+    return tl.where(finite, (raw + bits.to(tl.int32)) & -0x10000, raw).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["low_key", "high_key", "first"])
 def _adamw(
-    master, exp_avg, exp_avg_sq, grad, weight, step, clip, skipped, size, lr, beta1, beta2, eps, decay, BLOCK: constexpr
+    master,
+    exp_avg,
+    exp_avg_sq,
+    grad,
+    weight,
+    step,
+    clip,
+    skipped,
+    size,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    decay,
+    low_key,
+    high_key,
+    first,
+    ROUND: constexpr,
+    BLOCK: constexpr,
 ):
     if tl.load(skipped) == 0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -378,8 +421,8 @@ def _adamw(
         done = tl.load(step)
         g = tl.load(grad + at, mask=keep, other=0.0) / tl.load(clip)
         p = tl.load(master + at, mask=keep, other=0.0)
-        m = tl.load(exp_avg + at, mask=keep, other=0.0)
-        v = tl.load(exp_avg_sq + at, mask=keep, other=0.0)
+        m = tl.load(exp_avg + at, mask=keep, other=0.0).to(tl.float32)
+        v = tl.load(exp_avg_sq + at, mask=keep, other=0.0).to(tl.float32)
         m += (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
         correction1 = 1 - tl.exp2(done * tl.log2(beta1))
@@ -387,8 +430,15 @@ def _adamw(
         p -= lr * decay * p
         p -= lr / correction1 * m / (tl.sqrt(v / correction2) + eps)
         tl.store(master + at, p, mask=keep)
-        tl.store(exp_avg + at, m, mask=keep)
-        tl.store(exp_avg_sq + at, v, mask=keep)
+        if ROUND:
+            index = first + at
+            update = tl.zeros([BLOCK], tl.uint32) + done.to(tl.uint32)
+            high = (index >> 32).to(tl.uint32) + _mix(update ^ high_key.to(tl.uint32))
+            bits = _mix(_mix(index.to(tl.uint32) ^ low_key.to(tl.uint32)) ^ _mix(high))
+            m = _round_to_bf16(m, bits & 0xFFFF)
+            v = _round_to_bf16(v, bits >> 16)
+        tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=keep)
+        tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=keep)
         tl.store(weight + at, p.to(weight.dtype.element_ty), mask=keep)
 
 
@@ -405,12 +455,17 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     decay: float,
+    keys: tuple[int, int] = (0, 0),
+    first: int = 0,
 ) -> None:
     """One update in place; `weight` receives the rounded master. `step` counts this update, `clip` divides the gradient
-    and `skipped` = 1 leaves everything: device scalars in fp32, so nothing is read by the host."""
+    and `skipped` = 1 leaves everything: device scalars in fp32, so nothing is read by the host. Moments in bf16 are
+    rounded as `rounding.store_moments` does, by `keys` and the global index `first` of the first element."""
     size = master.numel()
     if size:
         _adamw[(triton.cdiv(size, 1024),)](
             *(master, exp_avg, exp_avg_sq, grad, weight, step, clip, skipped),
-            *(size, lr, *betas, eps, decay, 1024),
+            *(size, lr, *betas, eps, decay),
+            *(key - 2**32 if key >= 2**31 else key for key in keys),  # always int32: one kernel for all parameters
+            *(first, exp_avg.dtype == torch.bfloat16, 1024),
         )
