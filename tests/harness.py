@@ -195,6 +195,8 @@ def play(engine: Engine, spec: RunSpec, batches: list[MicroBatch]) -> Stats:
     config = spec.model.config
     dtype = accumulate_dtype(engine.dtype)
     stats = new_stats(config.num_hidden_layers, config.num_experts, engine.world.device, dtype)
+    for weight in engine.zero.weights.values():
+        weight.main_grad.fill_(float("nan"))  # what is left of the step before: the first contribution overwrites it
     engine.zero.begin_step(spec.num_micro_batches)
     engine.pipeline.step(batches, loss_scale(batches, engine), stats)
     engine.zero.grad_norm()

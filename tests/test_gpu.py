@@ -16,6 +16,7 @@ from pithtrain.models.contract import architectures
 from pithtrain.ops.attention import attention
 from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
+from pithtrain.ops.linear import Linears, add_weight_grad
 from pithtrain.ops.permute import order_slots, ordered_sum
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step
@@ -64,6 +65,31 @@ def test_bf16_on_the_gpu_follows_fp32() -> None:
     # near ties choose another expert in bf16, and that moves a router's gradient most
     far = {name: distance(got.first_grads[name], grad) for name, grad in want.first_grads.items()}
     assert max(far.values()) < 0.4, far
+
+
+@needs_gpu
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_router_is_fp32_on_tensor_cores(compile_it: bool) -> None:
+    """Its product is as near to float64 as that of the fp32 GEMM, its weight gradient nearly; dx is bf16 anyhow."""
+    torch.manual_seed(0)
+    x, w = torch.randn(1000, 2048, device="cuda").bfloat16(), 0.02 * torch.randn(128, 2048, device="cuda")
+    x.requires_grad_()
+    taps: dict[str, torch.Tensor] = {"gate": torch.zeros(1000, 128, device="cuda", requires_grad=True)}
+
+    def gate(x: torch.Tensor, tap: torch.Tensor) -> torch.Tensor:
+        return Linears({"gate": w}, {"gate": tap})("gate", x)
+
+    y = (torch.compile(gate, fullgraph=True) if compile_it else gate)(x, taps["gate"])
+    exact = x.double() @ w.double().t()
+    assert (y - exact).abs().max() < 2e-5 < (x @ w.bfloat16().t() - exact).abs().max()
+    dy = torch.randn_like(y)
+    dx, dtap = torch.autograd.grad(y, (x, taps["gate"]), dy)
+    assert torch.equal(dtap, dy)
+    assert distance(dx.double().cpu().numpy(), (dy.double() @ w.double()).cpu().numpy()) < 4e-3
+    main = torch.full((128, 2048), float("nan"), device="cuda")
+    add_weight_grad(main, 0, dy, x.detach())
+    add_weight_grad(main, 1, dy, x.detach())
+    assert distance(main.double().cpu().numpy(), 2 * (dy.double().t() @ x.double()).detach().cpu().numpy()) < 1e-5
 
 
 @needs_gpu

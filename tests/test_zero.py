@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Pool, Shards, assemble, batches_of, distance, first_gradients, make_spec, shards, single
+from harness import Pool, Shards, assemble, batches_of, distance, first_gradients, make_spec, play, shards, single
 from pithtrain.build import build, initialise
 from pithtrain.spec import from_dict
 from pithtrain.tape import new_stats
@@ -113,6 +113,35 @@ def test_missing_contribution_is_noticed() -> None:
         engine.zero.begin_step(spec.num_micro_batches - 1)
         with pytest.raises(AssertionError, match="after its bucket was reduced"):
             engine.pipeline.step(batches, torch.ones(()), stats)
+
+
+def test_weights_are_waited_for_before_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight of a step is poison until its layer, or it by name, is asked for; what nobody asks for stays so."""
+    spec = make_spec(model={"num_hidden_layers": 3})
+    with single(spec) as world:
+        engine = build(spec, world)
+        other = build(spec, world)
+        want = play(other, spec, batches_of(spec, other, 0)).loss
+        zero, asked = engine.zero, []
+        zero.wait_for_weights()
+        right = {name: one.weight.data.clone() for name, one in zero.sharded.items()}
+        for one in zero.sharded.values():
+            one.weight.data.fill_(float("nan"))
+
+        class Landing:
+            def __init__(self, name: str):
+                self.name = name
+
+            def wait(self) -> None:
+                asked.append(self.name)
+                zero.sharded[self.name].weight.data.copy_(right[self.name])
+
+        for unit, members in zero._units.items():
+            zero._coming[unit] = [Landing(one.info.name) for one in members]  # pyright: ignore[reportArgumentType]
+        assert play(engine, spec, batches_of(spec, engine, 0)).loss == want
+        assert sorted(asked) == sorted(right) and asked[0] == "model.embed_tokens.weight"
+        zero.wait_for_weights()
+        assert len(asked) == len(right)  # once
 
 
 def init_job(place: Place, fields: dict[str, Any]) -> Shards:
