@@ -91,6 +91,9 @@ def main() -> None:
         except Exception as error:  # the others may fit
             traceback.print_exc()
             row |= {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        gc.collect()  # of the spec that is done, or whose frames the error held
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         rows.append(row)
         told_now = row.get("error") or f"{row['tokens_per_second']:,.0f} tokens/s"
         print(f"{config.stem}: {told_now}", file=sys.stderr, flush=True)
@@ -124,9 +127,6 @@ def measure_here(spec: RunSpec, steps: int, profiled: bool) -> dict[str, Any]:
         finally:
             if spec.compile.enabled:
                 torch._dynamo.reset()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as name:
         seat = {"RANK": "0", "WORLD_SIZE": str(spec.world_size), **os.environ}
         os.environ.update(prepare_environment(seat))

@@ -1,5 +1,10 @@
 """Each Triton kernel against its plain twin: in Triton's interpreter on a CPU, compiled on a GPU."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +39,16 @@ def slots_of(experts: int, rows: int) -> tuple[Tensor, Tensor]:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper_and_blackwell() -> None:
+    """In a process of its own, where the kernels are not the interpreter's."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    compiled = {line.split()[0] for line in ran.stdout.splitlines()}
+    assert compiled == set(re.findall(r"^ +(_\w+)\[", Path(kernels.__file__).read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("width", [16, 100, 2050])

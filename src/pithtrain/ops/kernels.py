@@ -241,14 +241,14 @@ def _cross_entropy(logits, labels, scale, grad, losses, squares, Z: constexpr, V
     # a label beyond the vocabulary shows as a loss of NaN, and reads nothing
     target = tl.load(logits + t * V + y, mask=valid & (y < V), other=float("nan"))
     tl.store(losses + t, tl.where(valid, (lse - target) * factor, 0.0))
-    if Z:
+    if Z != 0:
         tl.store(squares + t, tl.where(valid, lse * lse * factor, 0.0))
     factor = tl.where(valid, factor, 0.0)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         s = tl.load(logits + t * V + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_first")
         p = tl.exp(s - lse)
-        if Z:
+        if Z != 0:
             p *= 1 + 2 * Z * lse
         g = factor * (p - (cols == y).to(tl.float32))
         g = tl.where(valid, g, 0.0)
