@@ -222,12 +222,13 @@ def test_an_update_by_the_kernel_is_that_of_the_optimizer(moments: str) -> None:
     turned, total = 0, sum(one.exp_avg.numel() for one in want.sharded.values())
     for name, one in want.sharded.items():
         mine = got.sharded[name]
-        torch.testing.assert_close(mine.master, one.master, rtol=1e-5, atol=1e-6, msg=name)
+        # a turned rounding of a moment moves the next step's master by lr times its size
+        torch.testing.assert_close(mine.master, one.master, rtol=1e-5, atol=1e-6 if moments == "float32" else 1e-4)
         for kind in ("exp_avg", "exp_avg_sq"):
             if moments == "float32":
                 torch.testing.assert_close(getattr(mine, kind), getattr(one, kind), rtol=1e-5, atol=1e-6, msg=name)
             else:
                 turned += int((getattr(mine, kind) != getattr(one, kind)).sum())
                 torch.testing.assert_close(getattr(mine, kind), getattr(one, kind), rtol=2**-7, atol=1e-6, msg=name)
-        torch.testing.assert_close(mine.weight.data, one.weight.data, rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(mine.weight.data, one.weight.data, rtol=2**-7, atol=1e-4)
     assert turned <= total // 1000
