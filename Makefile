@@ -8,7 +8,7 @@ GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 
 .PHONY: help setup demo demo-slurm test test-fast lint format validate plan train submit sweep status logs save stacks \
 	inspect cancel resume export-hf import-hf doctor cluster-up cluster-down cluster-status bench bench-kernels \
-	bench-checkpoint
+	bench-links bench-checkpoint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ bench: setup ## CONFIG="a.yaml b.yaml" [SET=...] [STEPS=n] [PROFILE=1] [FORCED=1
 bench-kernels: setup ## [ONLY=text] [TUNE=1] [CHECK=1] [JSON=file] each kernel against its plain twin and its ceiling
 	$(BIN)/python benchmarks/kernels.py $(if $(ONLY),--only $(ONLY)) $(if $(TUNE),--tune) $(if $(CHECK),--check) \
 		$(if $(JSON),--json $(JSON))
+
+bench-links: setup ## latency and bandwidth between this host's GPUs, as lines for slurm/NAME.yaml; `plan` reads them
+	@$(BIN)/python benchmarks/links.py
 
 bench-checkpoint: setup ## CONFIG=configs/tiny.yaml speed of saves and loads against the disk's own
 	$(BIN)/python benchmarks/checkpoint.py --config $(CONFIG)

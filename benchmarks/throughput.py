@@ -20,6 +20,12 @@ experts of Qwen3, as far as its GEMMs go (16 local experts, eight times the rows
     kernels     --profile: launched per step, copies and fills beside them
     syncs       --profile: cudaStreamSynchronize calls per step
     host ms     --profile: until `train_step` returns, from a drained device; a full launch queue is waited for in it
+    hidden      --profile, ep > 1: share of expert communication during which kernels of the model ran, within
+                overlapped pairs; the least of all ranks. Communication: NCCL's send-receive kernels, which wait for
+                the peer too and, with pp > 1, carry activations as well; or copies into peers' memory
+    exposed     --profile, ep > 1: ms per step, within pairs, of expert communication and of waiting for its signals
+                without a kernel beside it; the most of all ranks
+    transport   of expert traffic: moe.transport, resolved
 
 A dash: the figure needs a GPU, --profile, or an H200. Exit code 1 if a spec could not be measured, 2 if one is wrong.
 """
@@ -41,16 +47,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
 
+from pithtrain import pipeline
 from pithtrain.build import build, device_type
 from pithtrain.errors import PithtrainError
 from pithtrain.models.contract import flops_per_token, head_flops
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict, load
+from pithtrain.tape import overlap
 from pithtrain.train import BF16_PEAK_FLOPS, StepResult, train_step
 from pithtrain.worker import prepare_environment
 from pithtrain.world import Place, World, connect
@@ -198,6 +206,7 @@ def measure(spec: RunSpec, place: Place, steps: int, profiled: bool) -> dict[str
         "clocks": clocks,
         "warm_up_s": warm_up_s,
         "loss": loss,
+        "transport": engine.transport.split(":")[0],
     }
     return row | seen
 
@@ -264,7 +273,15 @@ def floor_ms(spec: RunSpec) -> dict[str, float]:
 
 # ---- the profiler ----------------------------------------------------------------------------------------------------
 
-Event = tuple[str, bool, int, int]  # name, whether it ran on the device, its start and its duration in ns
+
+class Event(NamedTuple):
+    """Of a trace; `device`: it ran there. Start and length in ns."""
+
+    name: str
+    device: bool
+    start: int
+    length: int
+    stream: int = 0
 
 
 def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
@@ -276,29 +293,112 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
         step()
         host.append(time.perf_counter() - begin)
     drain(world)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(PROFILED):
-            step()
-        drain(world)
+    plain = pipeline.overlap
+    if world.mesh.ep > 1:
+        pipeline.overlap = marked
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+            for _ in range(PROFILED):
+                step()
+            drain(world)
+    finally:
+        pipeline.overlap = plain
     found = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     cuda = torch.autograd.DeviceType.CUDA
     events = [
-        (e.name(), e.device_type() == cuda, e.start_ns(), e.duration_ns()) for e in found if not e.is_user_annotation()
+        Event(e.name(), e.device_type() == cuda, e.start_ns(), e.duration_ns(), e.device_resource_id())
+        for e in found
+        if not e.is_user_annotation()
     ]
-    return {"host_ms": 1e3 * statistics.median(host), **digest(events, PROFILED)}
+    told = {"host_ms": 1e3 * statistics.median(host), **digest(events, PROFILED)}
+    if world.mesh.ep > 1:
+        ranks = [each for each in world.to_rank_zero(hidden(events, PROFILED)) if each]
+        if ranks:
+            told["hidden_percent"] = min(share for share, _ in ranks)
+            told["exposed_ms"] = max(ms for _, ms in ranks)
+    return told
+
+
+def marked(*pair: Any) -> Any:
+    """A pair between two kernels of a name that nothing else has, so that a trace shows where it begins and ends."""
+    torch.cuda._sleep(1)
+    result = overlap(*pair)
+    torch.cuda._sleep(1)
+    return result
+
+
+MARK, NCCL, PUT, WAIT = "spin_kernel", "ncclDevKernel_SendRecv", "put_signal_kernel", "wait_signal_kernel"
+Spans = list[tuple[int, int]]  # from, to; in order, apart from each other
+
+
+def hidden(events: Sequence[Event], steps: int) -> tuple[float, float] | None:
+    """(percent of expert communication beside which kernels of the model ran, exposed ms per step), in pairs alone;
+    None where there was none. Copies are communication on a stream that also sends signals."""
+    ran = [event for event in events if event.device]
+    marks = sorted((event.start, event.start + event.length) for event in ran if MARK in event.name)
+    pairs = [(begin[1], end[0]) for begin, end in zip(marks[::2], marks[1::2], strict=False)]
+    lanes = {event.stream for event in ran if PUT in event.name}
+    copies = [event for event in ran if event.name.startswith("Memcpy") and event.stream in lanes]
+    moving = [*copies, *(event for event in ran if NCCL in event.name)]
+    waits = [event for event in ran if WAIT in event.name]
+    no_model = ("Memcpy", "Memset", "nccl")
+    model = [
+        event
+        for event in ran
+        if not event.name.startswith(no_model) and not any(mark in event.name for mark in (MARK, PUT, WAIT))
+    ]
+    in_pairs = both(merged(pairs), spans(moving))
+    if not in_pairs:
+        return None
+    covered = length(both(in_pairs, spans(model)))
+    busy = both(merged(pairs), spans([*moving, *waits]))
+    return 100 * covered / length(in_pairs), (length(busy) - length(both(busy, spans(model)))) / 1e6 / steps
+
+
+def spans(events: Sequence[Event]) -> Spans:
+    return merged([(event.start, event.start + event.length) for event in events])
+
+
+def merged(parts: Spans) -> Spans:
+    found: Spans = []
+    for begin, end in sorted(parts):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def both(one: Spans, other: Spans) -> Spans:
+    """What lies in a span of each."""
+    found: Spans = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(parts: Spans) -> int:
+    return sum(end - begin for begin, end in parts)
 
 
 def digest(events: Sequence[Event], steps: int) -> dict[str, Any]:
     """Idle share and counts per step; which attention kernels ran; the heaviest kernels. What runs at the same time
     counts once; host calls that the profiler did not record at all are None, not 0."""
-    ran = sorted((start, start + length, name) for name, device, start, length in events if device)
+    ran = sorted((start, start + length, name) for name, device, start, length, _ in events if device)
     if not ran:
         return {}
     busy, end = 0, ran[0][0]
     for start, stop, _ in ran:
         busy += max(0, stop - max(start, end))
         end = max(end, stop)
-    calls = Counter(name for name, device, _, _ in events if not device)
+    calls = Counter(event.name for event in events if not event.device)
     recorded = any(name.startswith(("cudaLaunch", "cuLaunch")) for name in calls)
     kernels, total = Counter[str](), Counter[str]()
     for start, stop, name in ran:
@@ -375,6 +475,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "kernels": ("kernels_per_step", "d"),
     "syncs": ("syncs_per_step", "g"),
     "host ms": ("host_ms", ".1f"),
+    "hidden %": ("hidden_percent", ".1f"),
+    "exposed": ("exposed_ms", ".1f"),
+    "transport": ("transport", "s"),
 }
 
 

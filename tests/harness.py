@@ -5,8 +5,10 @@ not for importing torch eight times. Jobs are module-level functions `job(place,
 """
 
 import multiprocessing
+import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,8 +22,10 @@ from pydantic import BaseModel
 
 from pithtrain.build import Engine, build, device_type
 from pithtrain.models.contract import ModelConfig, load_config
+from pithtrain.ops import symmetric
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.ops.symmetric import Peers
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict
 from pithtrain.tape import Stats, new_stats
@@ -283,3 +287,44 @@ class Pool:
 def run_mesh(pool: Pool, spec: RunSpec, num_steps: int = 1) -> Ran:
     fields = spec.model_dump(mode="json")
     return gather_ran(pool.run(spec.world_size, steps_job, fields, num_steps))
+
+
+# ---- peers in shared memory ------------------------------------------------------------------------------------------
+
+
+class SharedSignals:
+    """The flags of `ops/symmetric` as files that the processes of a group map: [to, from, channel] of one byte."""
+
+    def __init__(self, folder: Path, rank: int, size: int):
+        self._rank = rank
+        self._flags = shared_bytes(folder / "flags", size * size * 4).view(size, size, 4)
+
+    def put_signal(self, dst_rank: int, channel: int) -> None:
+        flag = self._flags[dst_rank, self._rank, channel]
+        assert flag.item() == 0, "a put never waits: the flag of two exchanges ago has been taken back"
+        flag.fill_(1)
+
+    def wait_signal(self, src_rank: int, channel: int) -> None:
+        flag = self._flags[self._rank, src_rank, channel]
+        deadline = time.monotonic() + 60
+        while flag.item() == 0:
+            assert time.monotonic() < deadline, f"no signal from {src_rank} on channel {channel}"
+            os.sched_yield()
+        flag.fill_(0)
+
+
+def shared_bytes(path: Path, size: int) -> torch.Tensor:
+    """A file of zeros as memory, made by whoever comes first."""
+    with path.open("ab"):
+        os.truncate(path, size)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def shared_peers(folder: Path, rank: int, size: int, capacity: int, row_bytes: Sequence[int]) -> tuple[Peers, Peers]:
+    """As `symmetric.open_peers`, of processes in place of GPUs: copies happen at once, in program order."""
+    shape = (4, symmetric.set_bytes(capacity, row_bytes, size))
+    sets = [shared_bytes(folder / f"rank-{each}", shape[0] * shape[1]).view(shape) for each in range(size)]
+    sets[rank].fill_(0xFF)  # NaN where nothing was written
+    signals = SharedSignals(folder, rank, size)
+    forward, backward = (Peers(signals, rank, [each[i : i + 2] for each in sets], capacity, i) for i in (0, 2))
+    return forward, backward

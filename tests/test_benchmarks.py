@@ -79,7 +79,7 @@ def test_throughput_prints_one_table_and_the_same_as_json(
         if not torch.cuda.is_available():
             assert row["mfu_percent"] is row["allocated_gib"] is row["floor_percent"] is None
             (line,) = (line for line in text.splitlines() if line.split()[:1] == [row["config"]])
-            assert line.split()[-8:] == ["-"] * 8 and f"{row['tokens_per_second']:,.0f}" in line
+            assert line.split()[-11:] == ["-"] * 10 + ["none"] and f"{row['tokens_per_second']:,.0f}" in line
     assert text.count("tokens/s") == 1 and torch.__version__ in text
 
 
@@ -133,8 +133,9 @@ def test_what_is_read_from_a_trace(throughput: ModuleType) -> None:
         ("cudnn_fprop", 60, 10),
         ("Memset (Device)", 90, 10),
     ]
-    events = [(name, True, start, length) for name, start, length in device]
-    host = [("cudaStreamSynchronize", False, 0, 5), ("cudaLaunchKernel", False, 0, 1)]
+    events = [throughput.Event(name, True, start, length) for name, start, length in device]
+    calls = [("cudaStreamSynchronize", 5), ("cudaLaunchKernel", 1)]
+    host = [throughput.Event(name, False, 0, length) for name, length in calls]
     told = throughput.digest([*events, *host], 2)
     assert told["idle_percent"] == pytest.approx(20)
     assert told["kernels_per_step"] == round(3 / 2) and told["copies_per_step"] == round(1 / 2)
@@ -142,6 +143,28 @@ def test_what_is_read_from_a_trace(throughput: ModuleType) -> None:
     assert told["heaviest"][0] == {"kernel": "gemm", "ms_per_step": 40e-6, "per_step": 1}
     assert throughput.digest(events, 2)["syncs_per_step"] is None  # nothing of the host: not "no synchronisation"
     assert throughput.digest(host, 2) == {}
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_part_of_communication_is_hidden(throughput: ModuleType, copies: bool) -> None:
+    """Two pairs, 100..200 and 300..400; what lies outside of them does not count, nor copies of other streams. In pairs
+    communication runs 110..150 and 340..400, kernels 90..130 and 350..360: hidden 20 + 10 of 100. With signals the
+    compute stream also waits, 130..170 and 160..165; so 130..170, 340..350 and 360..400 are exposed."""
+    name, lane = ("Memcpy PtoP", 7) if copies else ("ncclDevKernel_SendRecv(x)", 20)
+    device = [
+        *(("spin_kernel(long)", at, 10, 1) for at in (90, 200, 290, 400)),
+        *((name, start, end - start, lane) for start, end in ((50, 60), (110, 150), (340, 420))),
+        *(("gemm", start, end - start, 1) for start, end in ((90, 130), (120, 125), (350, 360), (500, 600))),
+        ("Memcpy DtoD", 170, 20, 1),
+    ]
+    if copies:
+        device += [("put_signal_kernel", 150, 2, lane), ("wait_signal_kernel", 130, 40, 1)]
+        device += [("wait_signal_kernel", 160, 5, lane)]
+    events = [throughput.Event(name, True, start, length, stream) for name, start, length, stream in device]
+    share, exposed_ms = throughput.hidden(events, 2)
+    assert share == pytest.approx(30)
+    assert exposed_ms == pytest.approx(((40 if copies else 20) + 10 + 40) / 2 / 1e6)
+    assert throughput.hidden([event for event in events if event.stream != lane], 2) is None
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -187,3 +210,30 @@ def test_the_kernel_bench_wants_a_gpu(
 ) -> None:
     assert called(kernels, monkeypatch) == 2
     assert "--check" in capsys.readouterr().err
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_laid_through_the_times_of_messages(throughput: ModuleType) -> None:
+    links = importlib.import_module("links")
+    sizes = [2**n for n in range(14, 28, 2)]
+    latency_s, rate = links.fit([(size, 20e-6 + size / 250e9) for size in sizes])
+    assert latency_s == pytest.approx(20e-6) and rate == pytest.approx(250e9)
+    latency_s, rate = links.fit(
+        [(size, (20e-6 + size / 250e9) * (1.1 if n % 2 else 0.9)) for n, size in enumerate(sizes)]
+    )
+    assert latency_s == pytest.approx(20e-6, rel=0.2) and rate == pytest.approx(250e9, rel=0.2)
+    assert links.fit([(10, 9e-9), (100, 1e-7)])[0] == 0
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_link_bench_are_a_profile_s(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/links.py", "--ranks", "2", "--largest-mib", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "here.yaml").write_text(done.stdout)
+    links = load(Path("configs/tiny.yaml"), [f"slurm.profile={tmp_path}/here.yaml"]).slurm.links
+    assert links.all_to_all is not None and links.p2p is not None and links.p2p.gb_s > 0.01
+    if not torch.cuda.is_available():
+        assert links.copy_engine is None and "# copy_engine: not measured, cpu has no copy engines" in done.stdout

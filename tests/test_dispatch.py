@@ -6,6 +6,7 @@ reports what it computed and every collective it called.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from harness import Pool
+from harness import Pool, shared_peers
 from pithtrain.ops import grouped
 from pithtrain.ops.dispatch import Exchange, Lane, LocalExchange, open_exchange
 from pithtrain.ops.experts import Experts, ExpertSegment
@@ -136,18 +137,24 @@ def play(case: Case, rank: int, forward: Lane, backward: Lane) -> dict[str, Any]
     return found
 
 
-def job(place: Place, cases: list[Case]) -> list[dict[str, Any]]:
-    mesh = Mesh(pp=1, dp=1, cp=1, ep=place.world_size)
-    with connect(place, mesh, "cpu", DistributedSection()) as world:
-        lanes = Lane(world.ep_fwd_group, CPU), Lane(world.ep_bwd_group, CPU)
+def job(place: Place, cases: list[Case], folder: Path | None, capacity: int) -> list[dict[str, Any]]:
+    size = place.world_size
+    peers = None, None
+    with connect(place, Mesh(pp=1, dp=1, cp=1, ep=size), "cpu", DistributedSection()) as world:
+        if folder is not None:
+            peers = shared_peers(folder, place.rank, size, capacity, (H * 8, 16 * 12))
+            world.barrier()
+        lanes = Lane(world.ep_fwd_group, CPU, peers[0]), Lane(world.ep_bwd_group, CPU, peers[1])
         return [play(case, place.rank, *lanes) for case in cases]
 
 
-def run(pool: Pool, *cases: Case) -> list[list[dict[str, Any]]]:
-    """Per case, what each rank found. All cases have one size."""
+def run(pool: Pool, *cases: Case, peers: Path | None = None, capacity: int | None = None) -> list[list[dict[str, Any]]]:
+    """Per case, what each rank found. All cases have one size. `peers`: a folder for memory that the ranks share, by
+    which they exchange instead of collectives; `capacity`: rows that fit, else the worst case."""
     if cases[0].size == 1:
         return [[play(case, 0, Lane(None, CPU), Lane(None, CPU))] for case in cases]
-    per_rank = pool.run(cases[0].size, job, list(cases))
+    capacity = capacity or max(sum(len(ids) for ids in case.ids) * case.k for case in cases)
+    per_rank = pool.run(cases[0].size, job, list(cases), peers, capacity)
     return [list(ranks) for ranks in zip(*per_rank, strict=True)]
 
 
@@ -259,6 +266,35 @@ def test_dedup_is_plain_bit_for_bit_and_sends_fewer_rows(pool: Pool, size: int) 
         check_calls(replace(case, dedup=False), theirs)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_copies_into_the_peers_memory_are_bitwise_the_collectives(pool: Pool, tmp_path: Path, size: int) -> None:
+    """Every case one after the other through the same buffers: dedup and plain, one expert a rank, all dtypes, ranks
+    without tokens, tokens for one rank alone, nothing at all. Not a collective is called."""
+    cases = [
+        Case(random_ids(7 * k + e, [9, 5, 0, 4][:size], e * size, k), e * size, k, dedup, dtype, seed=k)
+        for e, k in ((1, 1), (1, 2), (4, 3), (4, 4))
+        for dtype in ("float64", "float32", "bfloat16")
+        for dedup in (True, False)
+    ]
+    to_the_last = tuple(((2 * size - 1, 2 * size - 2),) * tokens for tokens in (3, 0, 2, 1)[:size])
+    cases += [Case(to_the_last, 2 * size, 2), Case(((),) * size, 2 * size, 2)]
+    for want, found in zip(run(pool, *cases), run(pool, *cases, peers=tmp_path), strict=True):
+        assert_same(found, want)
+        assert [ours["calls"] for ours in found] == [[]] * size
+        assert [ours["rows_sent"] for ours in found] == [ours["rows_sent"] for ours in want]
+
+
+def test_more_rows_than_fit_are_an_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Rank 1 of three would receive 5 rows, and neither it nor those who send nothing there wait for the others."""
+    ids: tuple[Ids, ...] = (((2, 3), (2, 1), (3, 2)), ((0, 1), (2, 3)), ((3, 2), (4, 5)))
+    case = Case(ids, 6, 2)
+    assert run(pool, case, peers=tmp_path, capacity=5)
+    with pytest.raises(AssertionError) as caught:
+        run(pool, case, peers=tmp_path, capacity=4)
+    said = "rank 1 of its expert-parallel group would receive 5 rows in one exchange and its buffers hold 4"
+    assert str(caught.value).count(said) == 3
+
+
 def test_reruns_are_bitwise_equal(pool: Pool) -> None:
     case = Case(random_ids(3, [30, 20], 8, 4), 8, 4, True, "float32")
     first, *others = run(pool, case, case, case)
@@ -352,7 +388,7 @@ def host_read_job(place: Place, case: Case) -> dict[str, list[str]]:
 def test_one_call_of_a_layer_reads_the_device(pool: Pool, dedup: bool) -> None:
     """All host reads are of the counts, in wait_counts, after its one event."""
     for seen in pool.run(2, host_read_job, Case(random_ids(0, [6, 5], 8, 4), 8, 4, dedup)):
-        assert seen.pop("wait_counts") == ["tolist", "tolist"]  # of one small tensor in host memory
+        assert seen.pop("wait_counts") == ["tolist"]  # of one small tensor in host memory
         assert not any(seen.values()), seen
 
 

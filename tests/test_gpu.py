@@ -1,6 +1,8 @@
 """On a GPU: the engine against itself on the CPU, bf16 against fp32, two GPUs against one. Skipped without CUDA."""
 
+import functools
 import gc
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
 from pithtrain.ops.linear import Linears, add_weight_grad
 from pithtrain.ops.permute import order_slots, ordered_sum
+from pithtrain.ops.symmetric import Blocks, open_peers
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
@@ -108,22 +111,51 @@ def test_step_leaves_no_memory_behind() -> None:
     assert allocated[-1] == allocated[-2] == allocated[-3], allocated
 
 
-MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+# ---- several GPUs of one host ----------------------------------------------------------------------------------------
+
+BATCH_FOR_ALL = {"sequence_length": 128, "global_batch_size": 16}  # of meshes up to pp 4, and up to 8 data ranks
+# every mesh that fills the GPUs there are, or two of them
+SIZES = {size for size in (2, torch.cuda.device_count()) if size in (2, 4, 8)}
+MESHES = [
+    (pp, dp, ep) for pp, dp, ep in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8)) if pp * dp * ep in SIZES
+]
+TABLE = [
+    (mesh, transport, dispatch, dtype)
+    for mesh in MESHES
+    for transport in (("nccl", "symmetric") if mesh[2] > 1 else ("auto",))
+    for dtype in ("float32", "bfloat16")
+    for dispatch in (("dedup", "plain") if mesh[2] > 1 and dtype == "float32" else ("dedup",))
+]
+
+
+@functools.cache
+def one_gpu(dtype: str) -> Ran:
+    changes = on("cuda", dtype)
+    changes["training"] |= BATCH_FOR_ALL
+    return alone(changes)
 
 
 @needs_two
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "pp{}dp{}ep{}".format(*mesh))
-@pytest.mark.parametrize("dispatch", ["dedup", "plain"])
-def test_two_gpus_equal_one(pool: Pool, mesh: tuple[int, int, int], dispatch: str) -> None:
-    """Over NCCL in fp32, with the bounds of the CPU tests."""
-    changes = on("cuda", "float32", moe={"dispatch": dispatch})
-    want = run_mesh(pool, make_spec(**changes), 3)
+@pytest.mark.parametrize(
+    ("mesh", "transport", "dispatch", "dtype"),
+    TABLE,
+    ids=["pp{}dp{}ep{}-{}-{}-{}".format(*mesh, *rest) for mesh, *rest in TABLE],
+)
+def test_several_gpus_equal_one(
+    pool: Pool, mesh: tuple[int, int, int], transport: str, dispatch: str, dtype: str
+) -> None:
+    """In fp32 with the bounds of the CPU tests; in bf16 as near as bf16 is to fp32 on one GPU."""
+    want = one_gpu(dtype)
+    changes = on("cuda", dtype, moe={"dispatch": dispatch, "transport": transport})
+    changes["training"] |= BATCH_FOR_ALL
     got = run_mesh(pool, make_spec(*mesh, **changes), 3)
-    np.testing.assert_array_equal(got.counts, want.counts)
-    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
-    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
-    for name, grad in want.first_grads.items():
-        assert distance(got.first_grads[name], grad) < 1e-5, name
+    exact = dtype == "float32"
+    if exact:
+        np.testing.assert_array_equal(got.counts, want.counts)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5 if exact else 2e-3)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5 if exact else 5e-2)
+    far = {name: distance(got.first_grads[name], grad) for name, grad in want.first_grads.items()}
+    assert max(far.values()) < (1e-5 if exact else 0.4), far
 
 
 @needs_gpu
@@ -195,9 +227,11 @@ def test_a_step_never_waits_for_the_device(options: bool) -> None:
 
 
 @needs_two
-def test_a_step_waits_for_counts_alone(pool: Pool) -> None:
+@pytest.mark.parametrize("transport", ["nccl", "symmetric"])
+def test_a_step_waits_for_counts_alone(pool: Pool, transport: str) -> None:
     """With expert parallelism the host waits on one event per MoE layer, which the check does not count."""
-    pool.run(2, quiet_job, make_spec(1, 1, 2, **on("cuda", "bfloat16")).model_dump(mode="json"))
+    spec = make_spec(1, 1, 2, **on("cuda", "bfloat16", moe={"transport": transport}))
+    pool.run(2, quiet_job, spec.model_dump(mode="json"))
 
 
 def deterministic_job(place: Place, fields: dict[str, Any], synchronised: bool) -> dict[str, Any]:
@@ -222,15 +256,68 @@ def deterministic_job(place: Place, fields: dict[str, Any], synchronised: bool) 
 
 
 @needs_two
-def test_overlap_changes_nothing_bitwise(pool: Pool) -> None:
-    """Streams, freed memory and reused buffers: eight steps with pairs in flight equal eight steps without."""
-    spec = make_spec(1, 1, 2, **on("cuda", "bfloat16")).model_dump(mode="json")
-    runs = [gather_ran(pool.run(2, deterministic_job, spec, drained)) for drained in (False, False, True)]
-    for other in runs[1:]:
-        assert other.losses == runs[0].losses
-        assert other.norms == runs[0].norms
-        for name, master in runs[0].masters.items():
-            np.testing.assert_array_equal(other.masters[name], master, name)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_overlap_changes_nothing_bitwise(pool: Pool, mode: str) -> None:
+    """Streams, freed memory, reused buffers, signals: eight steps with pairs in flight, over NCCL and over copy
+    engines, equal eight steps without overlap. What is recomputed is what was."""
+
+    def ran(transport: str, drained: bool = False, mode: str = mode) -> Ran:
+        sections = {"moe": {"transport": transport}, "activation_checkpoint": {"mode": mode}}
+        spec = make_spec(1, 1, 2, **on("cuda", "bfloat16", **sections)).model_dump(mode="json")
+        return gather_ran(pool.run(2, deterministic_job, spec, drained))
+
+    want = ran("nccl", drained=mode == "none")
+    runs = {"symmetric": ran("symmetric")}
+    if mode == "none":
+        runs |= {"nccl": ran("nccl"), "nccl again": ran("nccl"), "drained": ran("symmetric", drained=True)}
+    else:
+        runs |= {"nothing recomputed": ran("symmetric", mode="none")}
+    for name, other in runs.items():
+        assert other.losses == want.losses, name
+        assert other.norms == want.norms, name
+        for key, master in want.masters.items():
+            np.testing.assert_array_equal(other.masters[key], master, f"{key}, {name}")
+
+
+@needs_two
+def test_signals_and_copies_of_many_sizes_arrive(pool: Pool) -> None:
+    """The exchange without the engine: 300 of 0 to 2,000 rows on each direction's lane, both in flight, beside a matrix
+    product that fills the device; each row is checked on arrival."""
+    assert pool.run(2, copies_job, 300) == [0, 0]
+
+
+def copies_job(place: Place, rounds: int) -> int:
+    """The number of wrong rows."""
+    spec = make_spec(1, 1, 2, **on("cuda", "bfloat16"))
+    with connect(place, spec.mesh, "cuda", spec.distributed) as world:
+        assert world.ep_fwd_group is not None
+        peers = open_peers(world.ep_fwd_group, world.device, 4000, (4096,))
+        lanes = [Lane(world.ep_fwd_group, world.device, each) for each in peers]
+        heavy = torch.ones(4096, 4096, dtype=torch.bfloat16, device=world.device)
+        wrong = torch.zeros((), dtype=torch.int64, device=world.device)
+        for n in range(rounds):
+            flights = []
+            for way, lane in enumerate(lanes):
+                # rows from rank s to rank d: known to both here, as after META
+                count = [[(n * 37 + 611 * s + 997 * d + 389 * way) % 2001 for d in range(2)] for s in range(2)]
+                count[n % 2][way] *= n % 7 > 0  # now and then nothing at all
+                sent, received = count[place.rank], [count[s][place.rank] for s in range(2)]
+                begin = [sum(count[s][d] for s in range(place.rank)) for d in range(2)]
+                with lane.after(lane.mark()):
+                    # every number is exact in bf16
+                    marks = torch.tensor([64 * place.rank + 16 * d + n % 16 for d in range(2)], device=world.device)
+                    repeats = torch.tensor(sent, device=world.device)
+                    rows = marks.repeat_interleave(repeats, output_size=sum(sent)).bfloat16()[:, None]
+                    flights.append(
+                        (lane.exchange([rows.expand(-1, 2048).contiguous()], Blocks(sent, received, begin)), received)
+                    )
+            torch.mm(heavy, heavy)
+            for flight, received in flights:
+                [rows] = flight.finish()
+                marks = torch.tensor([64 * s + 16 * place.rank + n % 16 for s in range(2)], device=world.device)
+                want = marks.repeat_interleave(torch.tensor(received, device=world.device), output_size=sum(received))
+                wrong += (rows != want[:, None]).any(1).sum()
+        return int(wrong.item())
 
 
 @needs_gpu

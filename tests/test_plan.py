@@ -302,6 +302,26 @@ def test_bytes_are_what_zero_allocates() -> None:
     assert split.rank_optimizer_bytes == (optimizer,)
 
 
+def test_communication_takes_what_the_links_of_the_place_say() -> None:
+    """tiny on pp 2, ep 2: N = 8 micro-batches of 128 tokens [128] fp32, 8 experts of which 2 are chosen. A token misses
+    a rank with probability C(4, 2) / C(8, 2) = 3/14, so it visits 11/7 of 2, and half of that is not at home."""
+    path = Path(__file__).parent.parent / "configs/tiny.yaml"
+    assert plan(load(path)).communication_ms == {} and "communication" not in plan(load(path)).text()
+    measured = [f"slurm.links.{name}={{latency_us: 50, gb_s: 2}}" for name in ("all_to_all", "p2p")]
+    measured.append("slurm.links.copy_engine={latency_us: 10, gb_s: 4}")
+    measured += ["training.device=auto", "training.compute_dtype=float32", "moe.transport=auto"]
+    found = plan(load(path, measured))
+    layers = max(len(found.stage_layers[r]) + len(found.stage_layers[-1 - r]) for r in (0, 1))
+    sent = 11 / 14 * 128 * (4 * 128 * 4 + 2 * 8 * 2)  # four times the row, twice two slots of 8 bytes
+    expert = 8 * layers * (5 * 0.01 + sent / 4e6)
+    pipeline = 4 * 8 * (0.05 + 128 * 128 * 4 / 2e6)
+    assert found.communication_ms == pytest.approx({"expert traffic by copy engines": expert, "pipeline": pipeline})
+    assert f"expert traffic by copy engines {expert:.1f} ms, pipeline {pipeline:.1f} ms per step" in found.text()
+    plain = plan(load(path, [*measured, "moe.transport=nccl", "moe.dispatch=plain"]))
+    expert = 8 * layers * (5 * 0.05 + 128 * (4 * 128 * 4 + 2 * 8) / 2e6)
+    assert plain.communication_ms["expert traffic by all-to-all"] == pytest.approx(expert)
+
+
 def test_plan_is_plain_data_and_plain_text() -> None:
     """--json is the dataclass; the text names what a person asks for."""
     numbers = plan(tiny())

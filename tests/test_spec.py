@@ -588,7 +588,7 @@ def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
     whole = {"fp8", "validation", "guards"}
     keys = {f"{name}.{key}" for name in whole for key in sections()[name].model_fields}
     keys |= {"compile.mode", "parallelism.context_parallel_size", "optimizer.type"}
-    keys |= {"moe.transport", "data.document_mask", "distributed.flight_recorder"}
+    keys |= {"data.document_mask", "distributed.flight_recorder"}
     other = {bool: "true", float: "0.5", int: "2", str: "x"}
     tried = 0
     for path in sorted(keys):
@@ -604,6 +604,21 @@ def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
             assert problem.rule == "is not implemented yet" and problem.hint.startswith("use ")
             tried += 1
     assert tried >= 15
+
+
+def test_copy_engines_are_asked_for_only_where_they_can_be(base: Path) -> None:
+    """`symmetric` where no token leaves its rank, on a CPU, over two hosts; `auto` and `nccl` anywhere."""
+    ep2 = ["training.device=cuda", *mesh_overrides(1, 1, 2)]
+    assert load(base, [*ep2, "moe.transport=symmetric"]).moe.transport == "symmetric"
+    for overrides, said in {
+        ("training.device=cuda", *mesh_overrides(1, 2, 1)): "no token leaves its rank",
+        ("training.device=cpu", *mesh_overrides(1, 1, 2)): "copy engines of GPUs",
+        ("slurm.nodes=2", "slurm.gpus_per_node=1", ep2[0], *ep2[2:]): "on one host",
+    }.items():
+        problem = refused(base, "moe.transport=symmetric", *overrides)["moe.transport"]
+        assert said in problem.rule and problem.hint == "use auto"
+        for fine in ("auto", "nccl"):
+            load(base, [*overrides, f"moe.transport={fine}"])
 
 
 def test_every_section_of_the_design_is_there_and_every_key_says_what_it_is() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pithtrain.errors import CapacityError
 from pithtrain.models.contract import Layer, ModelConfig, load_model
 from pithtrain.ops.attention import require_cudnn
 from pithtrain.ops.dispatch import Lane
@@ -17,8 +18,9 @@ from pithtrain.ops.init import normal_
 from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype, call, compiled
 from pithtrain.ops.norm import rms_norm
 from pithtrain.ops.router import Balance, forced_order
+from pithtrain.ops.symmetric import Seat, open_peers, seat, why_not
 from pithtrain.pipeline import Pipeline
-from pithtrain.plan import partition
+from pithtrain.plan import exchange_rows, partition
 from pithtrain.spec import RunSpec
 from pithtrain.tape import Head, Stage, Traffic
 from pithtrain.world import World
@@ -34,7 +36,8 @@ COMPILED_GRAPHS = 64  # of all regions of a run: kinds of layers, times two with
 @dataclass(frozen=True)
 class Engine:
     """One rank's part of the run. `dtype` is the compute dtype, `layers` are those of its two stages. counts_LE int64:
-    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks."""
+    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks.
+    `transport`: how tokens reach experts, and why so."""
 
     world: World
     zero: Zero
@@ -43,6 +46,7 @@ class Engine:
     dtype: torch.dtype
     layers: tuple[int, ...]
     counts_LE: Tensor
+    transport: str
 
 
 def device_type(spec: RunSpec) -> str:
@@ -76,18 +80,39 @@ def build(spec: RunSpec, world: World) -> Engine:
 
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
     built = tuple(_build_stage(spec, world, stage, last, layers[stage], zero, counts_LE) for stage in stages)
-    traffic = Traffic(
-        config.num_experts,
-        Lane(world.ep_fwd_group, world.device),
-        Lane(world.ep_bwd_group, world.device),
-        dedup=spec.moe.dispatch == "dedup",
-    )
+    transport = choose_transport(spec, world)
+    lanes = open_lanes(spec, world, symmetric=transport.startswith("symmetric"))
+    traffic = Traffic(config.num_experts, *lanes, dedup=spec.moe.dispatch == "dedup")
     training = spec.training
     hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
     pipeline = Pipeline(world, (built[0], built[1]), traffic, hidden, dtype, spec.num_micro_batches)
     o = spec.optimizer
     adam = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay)
-    return Engine(world, zero, pipeline, adam, dtype, held, counts_LE)
+    return Engine(world, zero, pipeline, adam, dtype, held, counts_LE, transport)
+
+
+def choose_transport(spec: RunSpec, world: World) -> str:
+    """`moe.transport`, resolved alike on all ranks, and why; a collective. Raises CapacityError where it cannot be."""
+    wanted, mesh = spec.moe.transport, spec.mesh
+    if mesh.ep == 1:
+        return "none: no expert is on another rank"
+    seats: list[Seat] = world.from_rank_zero(world.to_rank_zero(seat(world.device)))
+    groups = [seats[first : first + mesh.ep] for first in range(0, mesh.size, mesh.ep)]  # ep is innermost
+    reason = next(filter(None, (why_not(group, nvlink=wanted == "auto") for group in groups)), "")
+    if wanted == "symmetric" and reason:
+        raise CapacityError(f"moe.transport = 'symmetric': {reason}; use auto or nccl")
+    collectives = "nccl" if world.device.type == "cuda" else "gloo"
+    if wanted == "nccl" or reason:
+        return f"{collectives}: {reason or 'moe.transport says so'}"
+    return f"symmetric: {'NVLink joins' if wanted == 'auto' else 'peer access between'} all ranks of each group"
+
+
+def open_lanes(spec: RunSpec, world: World, symmetric: bool) -> tuple[Lane, Lane]:
+    """The forward and the backward lane of expert traffic."""
+    group, forward, backward = world.ep_fwd_group, None, None
+    if symmetric and group is not None:
+        forward, backward = open_peers(group, world.device, *exchange_rows(spec))
+    return Lane(group, world.device, forward), Lane(world.ep_bwd_group, world.device, backward)
 
 
 def initialise(zero: Zero, seed: int) -> None:

@@ -207,6 +207,8 @@ def _torch() -> Iterator[Check]:
             trouble.append(f"GPU {index}: {str(error).splitlines()[0]}")
     listed = _answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     yield judge_devices(listed, seen, built_for, os.environ.get("SLURM_GPUS_ON_NODE"), trouble)
+    if seen > 1:
+        yield transport(seen)
     versions = {"nccl": None, "cudnn": torch.backends.cudnn.version(), "triton": _installed("triton")}
     with contextlib.suppress(Exception):  # a build for CPUs alone has none
         from torch.cuda import nccl
@@ -215,6 +217,20 @@ def _torch() -> Iterator[Check]:
     for name, version in versions.items():
         found = str(version or ("missing" if seen else "none, and no GPU wants it"))
         yield _judge(name, version is not None or not seen, found, reinstall, "FAIL")
+
+
+def transport(gpus: int) -> Check:
+    """How tokens reach experts on other GPUs of this host, if a run's moe.transport is auto."""
+    import torch
+
+    from pithtrain.ops import symmetric
+
+    try:
+        reason = symmetric.why_not([symmetric.seat(torch.device("cuda", gpu)) for gpu in range(gpus)], nvlink=True)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    used = f"nccl: {reason}" if reason else f"symmetric: NVLink joins all {gpus} GPUs"
+    return Check("expert traffic", "OK", f"moe.transport=auto is {used}")
 
 
 def judge_devices(listed: str | None, seen: int, built_for: str | None, given: str | None, trouble: list[str]) -> Check:

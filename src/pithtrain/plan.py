@@ -14,14 +14,15 @@ rank's time leaves few of these states (what is taken is at most ranks x cap, wh
 lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
 
 **Bytes.** What is held from the first step to the last, exactly as `zero` allocates it: whole weights in the compute
-type, whole main gradients, a shard of masters and two moments (these in
-`optimizer.moments_dtype`). Activations are not in it.
+type, whole main gradients, a shard of masters and two moments (these in `optimizer.moments_dtype`). Activations are not
+in it. Where experts may be reached by copy engines, the buffers of that for the worst case beside it (`exchange_rows`,
+`ops/symmetric`).
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from pithtrain.models.contract import ModelConfig, active_parameters, flops_per_token, head_flops, layer_flops
@@ -104,6 +105,8 @@ class Plan:
     rank_weight_bytes: tuple[int, ...]
     rank_gradient_bytes: tuple[int, ...]
     rank_optimizer_bytes: tuple[int, ...]  # masters and two moments, sharded
+    communication_ms: dict[str, float]  # of a rank's step before overlap, uniform routing; empty without slurm.links
+    exchange_bytes: int  # of buffers that peers write into, on each rank, if moe.transport is symmetric in the end
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -140,6 +143,7 @@ class Plan:
                 f"main gradients {self.rank_gradient_bytes[worst] / gib:.2f}, masters and moments "
                 f"{self.rank_optimizer_bytes[worst] / gib:.2f}); activations come on top",
             ),
+            *self._communication_text(),
             (
                 "checkpoint",
                 f"{self.checkpoint_bytes / gib:.2f} GiB each, and as much host memory over all nodes (but for "
@@ -147,6 +151,14 @@ class Plan:
             ),
         ]
         return "\n".join(f"{key:<17} {value}" for key, value in lines)
+
+    def _communication_text(self) -> Iterator[tuple[str, str]]:
+        if self.communication_ms:
+            parts = ", ".join(f"{name} {ms:.1f} ms" for name, ms in self.communication_ms.items())
+            yield "communication", f"{parts} per step, before overlap, with uniform routing"
+        if self.exchange_bytes:
+            said = f"{self.exchange_bytes / 2**30:.2f} GiB more per rank where tokens travel by copy engines"
+            yield "exchange", said
 
     def _rank_text(self, rank: int) -> str:
         first, second = self.stage_layers[rank], self.stage_layers[-1 - rank]
@@ -164,6 +176,48 @@ def _short(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.5g} {name}"
     return f"{count:g} "
+
+
+def exchange_rows(spec: RunSpec) -> tuple[int, tuple[int, int]]:
+    """The most rows that a rank can receive in one expert exchange, and the bytes of a row and of its routing record:
+    every token of every expert-parallel rank, once, or with plain dispatch for each of its experts here."""
+    config, training, ep = spec.model.config, spec.training, spec.mesh.ep
+    slots = min(config.num_experts_per_tok, config.num_experts // ep)
+    copies, carried = (1, slots) if spec.moe.dispatch == "dedup" else (slots, 1)
+    narrow = 4 if training.compute_dtype == "float32" else 2
+    rows = ep * training.micro_batch_size * training.sequence_length * copies
+    return rows, (config.hidden_size * narrow, 8 * carried)  # an id and a weight of 4 bytes per slot
+
+
+def _may_copy(spec: RunSpec) -> bool:
+    """Whether expert traffic can go by copy engines; NVLink is found where the run starts."""
+    on_one_host = spec.slurm.nodes == 1 or spec.slurm.gpus_per_node % spec.mesh.ep == 0
+    return spec.mesh.ep > 1 and on_one_host and spec.moe.transport != "nccl" and spec.training.device != "cpu"
+
+
+def communication(spec: RunSpec, moe_layers: int) -> dict[str, float]:
+    """Milliseconds of one rank's step by `slurm.links`, one message after the other, for what is measured there.
+
+    expert traffic   per layer and micro-batch counts, four transfers of the rows for other ranks, and their records
+                     twice; with uniform routing a token goes to D = G (1 - C(E-e, k) / C(E, k)) of G ranks
+    pipeline         per micro-batch two activations and two gradients [mbs, S, H]
+    """
+    config, training, mesh, links = spec.model.config, spec.training, spec.mesh, spec.slurm.links
+    experts, k, tokens = config.num_experts, config.num_experts_per_tok, training.micro_batch_size
+    tokens *= training.sequence_length
+    _, (row, record) = exchange_rows(spec)
+    found: dict[str, float] = {}
+    link = links.copy_engine if _may_copy(spec) and links.copy_engine else links.all_to_all
+    if mesh.ep > 1 and link is not None:
+        missed = math.comb(experts - experts // mesh.ep, k) / math.comb(experts, k)
+        sent = (mesh.ep * (1 - missed) if spec.moe.dispatch == "dedup" else k) * (mesh.ep - 1) / mesh.ep * tokens
+        name = f"expert traffic by {'copy engines' if link is links.copy_engine else 'all-to-all'}"
+        each = 5 * link.latency_us / 1e3 + sent * (4 * row + 2 * record) / link.gb_s / 1e6
+        found[name] = spec.num_micro_batches * moe_layers * each
+    if mesh.pp > 1 and links.p2p is not None:
+        each = links.p2p.latency_us / 1e3 + tokens * row / links.p2p.gb_s / 1e6
+        found["pipeline"] = 4 * spec.num_micro_batches * each
+    return found
 
 
 def plan(spec: RunSpec) -> Plan:
@@ -194,6 +248,8 @@ def plan(spec: RunSpec) -> Plan:
         weights[rank] += padded * (wide if parameter.fp32 else narrow)
         gradients[rank] += padded * wide * trained
         optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
+    cut = [stages[rank] + stages[-1 - rank] for rank in range(mesh.pp)]
+    rows, row_bytes = exchange_rows(spec)
     return Plan(
         name=spec.name,
         ranks=spec.world_size,
@@ -212,4 +268,6 @@ def plan(spec: RunSpec) -> Plan:
         rank_weight_bytes=tuple(weights),
         rank_gradient_bytes=tuple(gradients),
         rank_optimizer_bytes=tuple(optimizer),
+        communication_ms=communication(spec, max(sum(map(config.is_moe, held)) for held in cut)),
+        exchange_bytes=4 * rows * sum(row_bytes) if _may_copy(spec) else 0,  # two sets for either direction
     )

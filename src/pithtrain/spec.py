@@ -181,7 +181,11 @@ class MoeSection(Strict):
     )
     force_load_balance: bool = _key(False, "tokens go round robin, for speed measurements only: no checkpoints")
     dispatch: Literal["dedup", "plain"] = _key("dedup", "a token travels once per rank; plain: once per expert")
-    transport: Literal["nccl", "symmetric"] = _later("nccl", "symmetric: NVLink copy engines")
+    transport: Literal["auto", "nccl", "symmetric"] = _key(
+        "nccl",
+        "symmetric: copy engines write into the peers' memory, of one host; nccl: collectives (gloo on cpu); auto: "
+        "symmetric where NVLink joins all ranks of every expert-parallel group, else nccl",
+    )
 
 
 class Fp8Section(Strict):
@@ -302,6 +306,21 @@ class DistributedSection(Strict):
     flight_recorder: bool = _later(False, "the last collectives of each rank, written on a time-out")
 
 
+class Link(Strict):
+    """One way of communication: a message of b bytes takes latency_us + b / gb_s."""
+
+    latency_us: float = Field(ge=0, description="microseconds of a message without content")
+    gb_s: float = Field(gt=0, description="10^9 bytes a second that a rank sends, while it receives as many")
+
+
+class LinksSection(Strict):
+    """What `benchmarks/links.py` measured on this place's GPUs: `plan` tells communication times where it stands."""
+
+    all_to_all: Link | None = _key(None, "the collective of expert traffic; bytes to other ranks")
+    p2p: Link | None = _key(None, "a pipeline's messages, both ways at once")
+    copy_engine: Link | None = _key(None, "expert traffic with moe.transport: symmetric")
+
+
 class SlurmSection(Strict):
     """What is asked of Slurm, under sbatch's long option names; without Slurm, gpus_per_node processes run here."""
 
@@ -328,6 +347,7 @@ class SlurmSection(Strict):
     env: dict[str, str] = _key({}, "environment of the ranks")
     additional_parameters: dict[str, Any] = _key({}, "other sbatch options, with underscores")
     srun_args: Lines = _key((), "further arguments of srun")
+    links: LinksSection = _key(LinksSection(), "measured speeds of communication, for `plan` alone")
 
     @property
     def time_minutes(self) -> int | None:
@@ -501,6 +521,23 @@ def _check_moe(moe: MoeSection) -> Problems:
         )
         on = f"load_balance_type: {kind} needs a coefficient above 0", "0.001 is usual"
         yield Problem("moe.aux_loss_coef", coef, *(off if coef else on))
+
+
+def _check_transport(
+    moe: MoeSection, parallelism: ParallelismSection, training: TrainingSection, slurm: SlurmSection
+) -> Problems:
+    ep, here = parallelism.expert_parallel_size, slurm.gpus_per_node
+    if moe.transport != "symmetric":
+        return
+    if ep == 1:
+        rule = "has no effect with parallelism.expert_parallel_size = 1: no token leaves its rank"
+    elif training.device == "cpu":
+        rule = "needs the copy engines of GPUs, and training.device is cpu"
+    elif slurm.nodes > 1 and here % ep:
+        rule = f"needs every expert-parallel group on one host, and {here} GPUs of a host hold no whole groups of {ep}"
+    else:
+        return
+    yield Problem("moe.transport", "symmetric", rule, "use auto")
 
 
 def _check_balance(moe: MoeSection, model: ModelSection) -> Problems:
@@ -694,6 +731,7 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
         _check_moments,
         _check_lr,
         _check_moe,
+        _check_transport,
         _check_balance,
         _check_forced,
         _check_data,

@@ -132,6 +132,7 @@ def forward(
         stage.arrived(stage.embedding.name)
         h = stage.embedding.data[x]
     keep = stage.recompute != "full"
+    gathers_again = stage.recompute != "none"  # and so reads received rows later
     for layer in stage.layers:
         stage.arrived(layer.index)
         a = Segment(layer.attend, h, keep=keep)
@@ -150,7 +151,7 @@ def forward(
         exchange.launch_dispatch(n, w)
         yield  # DISPATCH in flight
         experts = ExpertSegment(layer.experts, stage.recompute)
-        exchange.launch_combine(experts.forward(exchange.received()))
+        exchange.launch_combine(experts.forward(exchange.received(gathers_again)))
         yield  # COMBINE in flight
         tape.entries.append(MoeEntry(experts, shared, exchange))
         h = exchange.combined(mid.flatten(0, 1), None if shared is None else shared.take()[0]).view_as(mid)
@@ -179,6 +180,7 @@ def backward(stage: Stage, tape: Tape, dh: Tensor | None) -> Generator[Closures,
     start = dh if tape.start is None else tape.start
     assert start is not None, "a backward begins with the gradient of the stage's output"
     grads = [start]
+    gathers_again = stage.recompute != "none"
     tape.start = dh = start = None  # released with the first segment
     while tape.entries:
         entry = tape.entries.pop()
@@ -191,7 +193,7 @@ def backward(stage: Stage, tape: Tape, dh: Tensor | None) -> Generator[Closures,
         exchange.launch_combine_t(dh_TH)
         yield _take(ready)  # COMBINE' in flight; W of the A above
         entry.experts.rerun()
-        exchange.launch_dispatch_t(*entry.experts.backward(exchange.received_t(), ready))
+        exchange.launch_dispatch_t(*entry.experts.backward(exchange.received_t(gathers_again), ready))
         yield []  # DISPATCH' in flight; W(E) waits for the next turn, which would else expose it
         dn = None if entry.shared is None else entry.shared.backward([dh_TH], ready)[0]
         yield _take(ready)

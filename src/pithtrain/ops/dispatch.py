@@ -11,10 +11,11 @@ indices only, so its transposes need nothing saved. Each transfer is *launched* 
 `wait_counts`. With expert-parallel size 1 (`LocalExchange`) the same calls move nothing.
 
 What it costs where ep > 1, per layer and micro-batch: seven all-to-alls (counts; rows and records; combine; combine';
-drows and dweights) and one host wait. Every collective is called on every rank, also for zero rows.
+drows and dweights) and one host wait. Each is launched on every rank, also for zero rows. They are collectives (NCCL,
+gloo) or, inside an NVLink domain, copies into the peers' memory (`ops/symmetric`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,42 +26,48 @@ from torch import Tensor
 
 from pithtrain.ops.experts import Received
 from pithtrain.ops.permute import gather_rows, ordered_sum, plan_rows
+from pithtrain.ops.symmetric import Blocks, Peers
 
 ROUND_ROWS = 1024  # of a buffer on CUDA: the caching allocator meets few sizes, and does not fragment
 
 
 @dataclass
 class Transfer:
-    """An all-to-all in flight. `finish` makes the current stream wait for it; the sent tensor is kept until then."""
+    """An all-to-all in flight of one or more tensors. `finish` makes the current stream wait for it; what was sent is
+    kept until then. `lent`: what arrived lies in a buffer of the lane, which its next exchange may overwrite."""
 
-    received: Tensor
-    sent: Tensor | None
-    work: dist.Work | None
+    received: list[Tensor]
+    sent: Sequence[Tensor]
+    wait: Callable[[], None] | None
+    lent: bool
 
-    def finish(self) -> Tensor:
-        assert self.work is not None, "a transfer is finished once"
-        self.work.wait()
-        if self.received.is_cuda:
-            self.received.record_stream(torch.cuda.current_stream())
-        self.sent = self.work = None
+    def finish(self) -> list[Tensor]:
+        assert self.wait is not None, "a transfer is finished once"
+        self.wait()
+        self.sent, self.wait = (), None
         return self.received
 
 
 class Lane:
-    """One direction's expert traffic: a communicator and the stream its collectives are launched from.
+    """One direction's expert traffic: how it travels, and the stream that it is launched from. It travels by the
+    group's collectives or, where there are `peers`, by copy engines (`ops/symmetric`), with bitwise equal results.
 
     A collective waits for everything queued on the stream that launches it. Launched from the compute stream it would
     also wait for the overlapped partner's work; so each direction launches from a stream of its own that has waited
     for the producer alone. On CPU there is no stream and `after` does nothing.
 
+    A lane has one exchange in flight: each is finished before the next is launched, on every rank in one order.
+
     Memory: what the launch stream reads was made on the compute stream, and its holder (tape, exchange, generator)
     keeps it until the transfer is finished there; what it makes for the compute stream is recorded in `finish`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, peers: Peers | None = None):
+        self.group, self.peers = group, peers
         self.size = 1 if group is None else group.size()
-        self._stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
+        on_cuda = group is not None and device.type == "cuda"
+        # before the partner's next blocks: its kernels are small, and others wait for them
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
 
     def mark(self) -> torch.cuda.Event | None:
         """An event behind what has been queued on the compute stream so far."""
@@ -80,26 +87,61 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
-    def exchange(self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Transfer:
-        """All-to-all of the leading dim with these row counts per rank (None: one equal part each)."""
-        total = rows.shape[0] if received is None else sum(received)
-        room = -(-total // ROUND_ROWS) * ROUND_ROWS if rows.is_cuda else total
-        out = rows.new_empty(room, *rows.shape[1:])[:total]
-        work = dist.all_to_all_single(out, rows, received, sent, group=self.group, async_op=True)
-        return Transfer(out, rows, work)
+    def tell(self, counts_G2: Tensor) -> Tensor:
+        """From the (rows, slots) int32 that we have for each rank, what the host must know: [3, G] rows to each, rows
+        and slots from each; with peers three lines more (`symmetric.places`)."""
+        if self.peers is not None:
+            return self.peers.tell(counts_G2)
+        one_each = Blocks([1] * self.size, [1] * self.size, [])
+        [theirs] = self.exchange([counts_G2], one_each).finish()
+        return torch.cat((counts_G2[:, :1], theirs), dim=1).t().contiguous()
+
+    def exchange(self, tensors: Sequence[Tensor], blocks: Blocks) -> Transfer:
+        """All-to-all of the leading dims, which are alike."""
+        if self.peers is not None:
+            return self._put(self.peers, tensors, blocks)
+        out: list[Tensor] = []
+        works: list[dist.Work] = []
+        total = sum(blocks.received)
+        for rows in tensors:
+            room = -(-total // ROUND_ROWS) * ROUND_ROWS if rows.is_cuda else total
+            out.append(rows.new_empty(room, *rows.shape[1:])[:total])
+            work = dist.all_to_all_single(out[-1], rows, blocks.received, blocks.sent, group=self.group, async_op=True)
+            assert work is not None
+            works.append(work)
+
+        def wait() -> None:
+            for work, rows in zip(works, out, strict=True):
+                work.wait()
+                if rows.is_cuda:
+                    rows.record_stream(torch.cuda.current_stream())
+
+        return Transfer(out, tensors, wait, lent=False)
+
+    def _put(self, peers: Peers, tensors: Sequence[Tensor], blocks: Blocks) -> Transfer:
+        arriving, channel = peers.put(tensors, blocks)
+        gone = self.mark()  # on the launch stream: behind our copies, which read what was sent
+
+        def wait() -> None:
+            if gone is not None:
+                torch.cuda.current_stream().wait_event(gone)
+            peers.wait(channel)
+
+        return Transfer(arriving, tensors, wait, lent=True)
 
 
 class Edge(Protocol):
-    """What the tape needs of an exchange. Shapes: T tokens, H hidden, K experts per token, U received rows, q slots."""
+    """What the tape needs of an exchange. Shapes: T tokens, H hidden, K experts per token, U received rows, q slots.
+    `keep`: whether received rows are read after the next launch of their direction."""
 
     def launch_counts(self) -> None: ...
     def wait_counts(self) -> None: ...
     def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None: ...
-    def received(self) -> Received: ...
+    def received(self, keep: bool = True) -> Received: ...
     def launch_combine(self, out_UH: Tensor) -> None: ...
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor: ...
     def launch_combine_t(self, dh_TH: Tensor) -> None: ...
-    def received_t(self) -> Tensor: ...
+    def received_t(self, keep: bool = True) -> Tensor: ...
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None: ...
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
@@ -127,7 +169,7 @@ class LocalExchange:
     def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None:
         self._held = (n_TH, w_TK)
 
-    def received(self) -> Received:
+    def received(self, keep: bool = True) -> Received:
         n_TH, w_TK = self._take()
         return Received(n_TH, self._ids_TK, w_TK, self._ids_TK.numel())
 
@@ -141,7 +183,7 @@ class LocalExchange:
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         self._held = (dh_TH,)
 
-    def received_t(self) -> Tensor:
+    def received_t(self, keep: bool = True) -> Tensor:
         return self._take()[0]
 
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None:
@@ -163,28 +205,31 @@ class Exchange:
         self._forward, self._backward = forward, backward
         self._rows = plan_rows(ids_TK, forward.size, experts_per_rank, dedup)
         self._ready = forward.mark()
-        self._flights: list[Transfer] = []
+        self._flight: Transfer | None = None
 
     def launch_counts(self) -> None:
         """(rows, slots) for each rank, exchanged; then one copy to pinned host memory behind one event."""
-        lane, counts = self._forward, self._rows.counts_G2
+        lane = self._forward
         with lane.after(self._ready):
-            sent = counts.to(torch.int32)
-            both = torch.stack((sent, lane.exchange(sent).finish()))
-            if both.is_cuda:
-                self._counts = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-                self._counts.copy_(both, non_blocking=True)
+            told = lane.tell(self._rows.counts_G2.to(torch.int32))
+            if told.is_cuda:
+                self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+                self._told.copy_(told, non_blocking=True)
                 self._copied = torch.cuda.current_stream().record_event()
             else:
-                self._counts = both
+                self._told = told
 
     def wait_counts(self) -> None:
         """The layer's only host synchronisation: how many rows and slots go and come."""
         if self._rows.token_U.is_cuda:
             self._copied.synchronize()
-        (self._sent, _), (self._received, slots) = (side.t().tolist() for side in self._counts)
+        sent, received, slots, *places = self._told.tolist()
+        out, home, most = places or ([], [], [])
+        if self._forward.peers is not None:
+            self._forward.peers.require_room(most)
+        self._out, self._home = Blocks(sent, received, out), Blocks(received, sent, home)
         self._num_slots = sum(slots)
-        self.rows_sent = sum(self._sent)
+        self.rows_sent = sum(sent)
         self._token = self._rows.token_U[: self.rows_sent]
 
     def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None:
@@ -194,14 +239,11 @@ class Exchange:
             weights = w_TK.new_zeros(rows.local_Uq.shape)
             weights[rows.row_TK, rows.col_TK] = w_TK
             records = torch.cat((rows.local_Uq[:total].to(torch.int32), weights[:total].view(torch.int32)), dim=1)
-            self._flights = [
-                lane.exchange(gather_rows(n_TH, self._token), self._sent, self._received),
-                lane.exchange(records, self._sent, self._received),
-            ]
+            self._flight = lane.exchange([gather_rows(n_TH, self._token), records], self._out)
         self._weight_dtype = w_TK.dtype
 
-    def received(self) -> Received:
-        rows, records = self._land()
+    def received(self, keep: bool = True) -> Received:
+        rows, records = self._land(keep)
         per_row = self._rows.local_Uq.shape[1]
         # a copy, not `contiguous`: one row's slice counts as contiguous and cannot be viewed as 8-byte floats
         local, weights = records[:, :per_row], records[:, per_row:].clone(memory_format=torch.contiguous_format)
@@ -210,23 +252,25 @@ class Exchange:
     def launch_combine(self, out_UH: Tensor) -> None:
         lane = self._forward
         with lane.after(lane.mark()):
-            self._flights = [lane.exchange(out_UH, self._received, self._sent)]
+            self._flight = lane.exchange([out_UH], self._home)
 
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
-        return self._sum_over_ranks(*self._land(), mid_TH, shared_TH)
+        [rows] = self._land()
+        return self._sum_over_ranks(rows, mid_TH, shared_TH)
 
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         lane = self._backward
         with lane.after(lane.mark()):
-            self._flights = [lane.exchange(gather_rows(dh_TH, self._token), self._sent, self._received)]
+            self._flight = lane.exchange([gather_rows(dh_TH, self._token)], self._out)
 
-    def received_t(self) -> Tensor:
-        return self._land()[0]
+    def received_t(self, keep: bool = True) -> Tensor:
+        [rows] = self._land(keep)
+        return rows
 
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None:
         lane = self._backward
         with lane.after(lane.mark()):
-            self._flights = [lane.exchange(x, self._received, self._sent) for x in (drows_UH, dw_Uq)]
+            self._flight = lane.exchange([drows_UH, dw_Uq], self._home)
 
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (dn [T, H] in compute dtype, dw [T, K] fp32)."""
@@ -234,9 +278,12 @@ class Exchange:
         dw_TK = dw_Uq[self._rows.row_TK, self._rows.col_TK]
         return self._sum_over_ranks(drows, dn_TH), dw_TK
 
-    def _land(self) -> list[Tensor]:
-        flights, self._flights = self._flights, []
-        return [flight.finish() for flight in flights]
+    def _land(self, keep: bool = False) -> list[Tensor]:
+        """What arrived, with `keep` its rows for as long as they are held; else until the lane's next launch."""
+        flight, self._flight = self._flight, None
+        assert flight is not None, "it was launched"
+        first, *rest = flight.finish()
+        return [first.clone() if keep and flight.lent else first, *rest]
 
     def _sum_over_ranks(self, rows_UH: Tensor, *plus: Tensor | None) -> Tensor:
         """Per rank the copies in order, then over ranks in order: the same for dedup and plain dispatch."""
