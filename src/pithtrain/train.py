@@ -6,7 +6,7 @@
             forwards and backwards (pipeline; gradients are reduced as their buckets fill)
             expert load of the global batch, gradient norm over all ranks
             selection biases one step against that load
-            clip and AdamW on the shards; all-gather the new weights (waited for when the next step begins)
+            clip and AdamW on the shards; all-gather the new weights (each layer waits for its own)
 
 A step reads nothing back from the device but the row counts of each MoE layer where ep > 1 (`ops/dispatch`); the host
 looks at loss and norm when it logs or saves. Position is two numbers, steps
