@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from throughput import align, answer, ask_clocks, machine, machine_text
@@ -446,8 +447,8 @@ def products_of(shape: Shape) -> tuple[tuple[str, int, int], ...]:
 def compile_weight_grad(n: int, k: int, tiles: Tiles) -> None:
     """As `kernels.add_grouped_weight_grad` will ask for it; what fails here fails there again and is told there."""
     types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.int32)
-    blocks = (n, k, kernels._block(n, tiles.n), kernels._block(k, tiles.k), tiles.rows, tiles.group)
-    with contextlib.suppress(Exception):
+    blocks = (n, k, kernels._block(n, tiles.n), kernels._block(k, tiles.k), tiles.rows, tiles.group, 1)
+    with contextlib.suppress(triton.OutOfResources):
         kernels._grouped_weight_grad.warmup(*types, *blocks, grid=(1,), num_warps=tiles.warps, num_stages=tiles.stages)
 
 

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/throughput.py configs/*-1gpu.yaml --set compile.enabled=true --profile
     .venv/bin/python benchmarks/throughput.py configs/tiny.yaml --force-load-balance --json out.json
 
-Every --set is for every spec. A step is a whole one: gradients zeroed, forwards, backwards, norm, AdamW, new weights;
+Every --set is for every spec. A step is a whole one: forwards, backwards, norm, AdamW, new weights;
 but tokens are drawn on the device, and nothing is read from disk, saved or logged. Warm-up steps come first; a figure
 is the median over the steps that follow, timed by events of the device. A spec of one rank runs in this process, one
 of several in as many processes on this host.
@@ -85,6 +85,8 @@ def main() -> None:
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least one is timed")
     overrides = arguments.overrides + ["moe.force_load_balance=true"] * arguments.force_load_balance
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     try:
         specs = [load(config, overrides) for config in arguments.configs]
     except PithtrainError as error:
@@ -123,6 +125,8 @@ def about(spec: RunSpec) -> dict[str, Any]:
         "sequence": training.sequence_length,
         "routing": "forced" if spec.moe.force_load_balance else "natural",
         "compiled": spec.compile.enabled,
+        "recompute": spec.activation_checkpoint.mode,
+        "moments": spec.optimizer.moments_dtype,
         "ranks": spec.world_size,
     }
 
@@ -482,10 +486,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [["config", "ranks", "micro-batch", "routing", "compiled", *COLUMNS]]
+    lines = [["config", "ranks", "micro-batch", "routing", "compiled", "recompute", "moments", *COLUMNS]]
     for row in rows:
         line = [row["config"], str(row["ranks"]), f"{row['micro_batch']} x {row['accumulation']}", row["routing"]]
-        line += ["yes" if row["compiled"] else "no"]
+        line += ["yes" if row["compiled"] else "no", row["recompute"], row["moments"]]
         figures = [(row.get(key), form) for key, form in COLUMNS.values()]
         lines.append(line + ["-" if figure is None else format(figure, form) for figure, form in figures])
     text = align(lines)

@@ -53,11 +53,11 @@ def test_every_kernel_compiles_for_hopper_and_blackwell() -> None:
 
 @pytest.mark.parametrize("width", [16, 100, 2050])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_sum_over_slots_is_bitwise_the_twins(width: int, with_bias: bool, groups: int, more: int) -> None:
     """Some rows get nothing, some slots are padding; values of padding are never read, NaN or not."""
-    local = torch.randint(-1, 5, (13, 3), device=DEVICE)
+    local = torch.randint(-1, 5, (13, 6), device=DEVICE)
     local[4] = -1
     slots = order_slots(local, 5, int((local >= 0).sum()))
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter cuts to bf16, the device rounds
@@ -120,6 +120,31 @@ def test_cross_entropy_at_every_row_and_at_the_target(vocab: int, z_coef: float)
     torch.testing.assert_close(z, plain_z)
     torch.testing.assert_close(loss, plain_loss)
     torch.testing.assert_close(grad, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("glu", GLUS.values(), ids=GLUS)
+def test_a_nan_gate_shows(glu: Glu) -> None:
+    gate_up, w, da = rand(4, 16), torch.rand(4, device=DEVICE), rand(4, 8)
+    gate_up[1, 3] = gate_up[2, 11] = float("nan")
+    options = (glu.alpha, glu.limit, glu.offset, None, torch.zeros(4, dtype=torch.int64, device=DEVICE))
+    want = (weighted_swiglu(gate_up, w, glu), *weighted_swiglu_backward(da, gate_up, w, glu))
+    got = (kernels.glu(gate_up, w, *options), *kernels.glu_backward(da, gate_up, w, *options))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-2, atol=1e-2)
+
+
+def test_a_selection_bias_is_published_where_a_kernel_updates() -> None:
+    training = {"compute_dtype": "bfloat16"}
+    spec = make_spec(architecture="deepseek_v2", model=VARIANTS["V3"], training=training)
+    with single(spec, DEVICE) as world:
+        engine = build(spec, world)
+        engine.zero._kernels = True  # pyright: ignore[reportPrivateUsage]
+        counts_LE = torch.arange(engine.counts_LE.numel(), device=DEVICE).view_as(engine.counts_LE)
+        engine.zero.update(engine.adam, 1e-2, torch.tensor(1.0, device=DEVICE), 1.0, counts_LE, 0.01)
+        engine.zero.wait_for_weights()
+        biases = [one for one in engine.zero.sharded.values() if not one.info.trained]
+        assert biases and all(one.master.any() and torch.equal(one.weight.data, one.master) for one in biases)
 
 
 def test_a_label_beyond_the_vocabulary_shows() -> None:

@@ -195,6 +195,16 @@ def test_an_absent_row_is_selected_away_not_multiplied() -> None:
     assert ordered_sum(values[:0], torch.tensor([[[-1, -1]]])).tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("experts", [127, 128, 300])
+def test_slots_of_more_experts_than_a_byte_counts(experts: int) -> None:
+    local_Uq = torch.arange(experts).flip(0)[:, None].repeat(1, 2)
+    local_Uq[:, 1] = -1
+    slots = order_slots(local_Uq, experts, experts)
+    assert slots.expert_R.tolist() == [*range(experts)] and slots.ends_E.tolist() == [*range(1, experts + 1)]
+    with pytest.raises(AssertionError, match="16 bits"):
+        order_slots(local_Uq, 2**15, experts)
+
+
 @pytest.mark.parametrize("dedup", [True, False])
 def test_no_index_work_reads_the_device(dedup: bool) -> None:
     """A meta tensor has no values: any host read of one raises."""

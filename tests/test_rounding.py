@@ -9,7 +9,8 @@ from torch import Tensor
 
 from harness import Pool, Shards, assemble, batches_of, distance, make_spec, run_mesh, shards, single
 from pithtrain.build import Engine, build
-from pithtrain.ops.init import hash32
+from pithtrain.ops import rounding
+from pithtrain.ops.init import hash32, keys_of
 from pithtrain.ops.rounding import round_to_bf16, rounding_keys, store_moments
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step
@@ -102,6 +103,17 @@ def test_a_second_moment_that_falls_from_1_to_a_quarter_gets_there() -> None:
 
 
 # ---- in an engine ----------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_others_than_those_of_the_initial_values() -> None:
+    assert {*rounding_keys(3, "w")}.isdisjoint(keys_of(3, "w")[:4])
+
+
+def test_blocks_of_a_large_moment_go_on_where_the_one_before_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.rand(5000, generator=torch.Generator().manual_seed(0))
+    whole = rounded(values)
+    monkeypatch.setattr(rounding, "BLOCK", 1000)
+    assert all(torch.equal(a, b) for a, b in zip(whole, rounded(values), strict=True))
 
 
 def given(name: str, step: int, shape: tuple[int, ...]) -> Tensor:

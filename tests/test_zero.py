@@ -10,7 +10,7 @@ from harness import Pool, Shards, assemble, batches_of, distance, first_gradient
 from pithtrain.build import build, initialise
 from pithtrain.spec import from_dict
 from pithtrain.tape import new_stats
-from pithtrain.train import train_step
+from pithtrain.train import loss_scale, train_step
 from pithtrain.world import Place, connect
 from pithtrain.zero import Sharded
 
@@ -142,6 +142,31 @@ def test_weights_are_waited_for_before_their_first_use(monkeypatch: pytest.Monke
         assert sorted(asked) == sorted(right) and asked[0] == "model.embed_tokens.weight"
         zero.wait_for_weights()
         assert len(asked) == len(right)  # once
+
+
+def scale_job(place: Place, fields: dict[str, Any]) -> tuple[float, int, list[bool]]:
+    """The scale, this rank's valid tokens, and of each sum whether it was over the world."""
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world, pytest.MonkeyPatch.context() as patch:
+        engine, groups, summed = build(spec, world), [], torch.distributed.all_reduce
+
+        def noted(tensor: torch.Tensor, *rest: Any, group: Any = None, **more: Any) -> Any:
+            groups.append(group is world.world_group)
+            return summed(tensor, *rest, group=group, **more)
+
+        patch.setattr(torch.distributed, "all_reduce", noted)
+        batches = batches_of(spec, engine, 0)
+        valid = sum(int((batch.labels >= 0).sum()) for batch in batches)
+        return loss_scale(batches, engine).item(), valid, groups
+
+
+def test_a_step_begins_without_a_sum_behind_the_weights_of_the_last(pool: Pool) -> None:
+    """Operations of one group run in order, and those of data ranks still carry the new weights."""
+    spec = make_spec(2, 1, 2)
+    parts = pool.run(4, scale_job, spec.model_dump(mode="json"))
+    valid = sum(one for _, one, _ in parts)
+    assert [groups for *_, groups in parts] == [[True]] * 4 and {scale for scale, *_ in parts} == {parts[0][0]}
+    assert parts[0][0] == pytest.approx(1 / valid)
 
 
 def init_job(place: Place, fields: dict[str, Any]) -> Shards:

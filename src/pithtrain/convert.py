@@ -314,7 +314,7 @@ class HfFolder:
         for head in sorted(heads):
             self._note(f"{self.path}: {head}* is left out: layers of multi-token prediction are not built")
         extra = {name for name in have.keys() - want if name.startswith(tuple(heads))}
-        catalog.check_tensors(self.path, {name: have[name] for name in have.keys() - extra}, want)
+        catalog.check_tensors(self.path, {name: have[name] for name in have if name not in extra}, want)
         return pieces
 
     def _as_held(self, row: HfTensor) -> HfTensor:

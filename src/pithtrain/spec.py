@@ -141,7 +141,7 @@ class TrainingSection(Strict):
     compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = _key(
         "auto", "auto: bfloat16 on cuda, float32 on cpu; float64 on cpu is for proofs"
     )
-    z_loss_coef: Coefficient = _key(0.0, "of the LM head's log partition function squared; 1e-4 is usual")
+    z_loss_coef: Coefficient = _key(0.0, "of the LM head's log partition function squared; 1e-4 is usual", le=1)
     deterministic: bool = _key(False, "bitwise reruns on a GPU too, at the cost of slower kernels")
 
 
@@ -151,7 +151,7 @@ class OptimizerSection(Strict):
     type: Literal["adamw", "muon"] = _later("adamw", "muon: matrices only, the rest stays adamw")
     lr: float = Field(gt=0, description="peak learning rate")
     betas: tuple[Beta, Beta] = _key((0.9, 0.95), "decay of the first and the second moment", strict=False)
-    eps: float = _key(1e-8, "added to the root of the second moment", gt=0)
+    eps: float = _key(1e-8, "added to the root of the second moment; fp32 has none much smaller", ge=1e-30)
     weight_decay: Coefficient = _key(0.1, "per step and unit of lr, on matrices only")
     moments_dtype: Literal["float32", "bfloat16"] = _key(
         "float32", "of both moments; bfloat16: 4 bytes per parameter less, rounded stochastically"
@@ -175,7 +175,7 @@ class MoeSection(Strict):
         "none", "tokens over which shares are counted: a micro-batch, a sequence, the global batch of the step before"
     )
     aux_loss_coef: Coefficient = _key(0.0, "of a loss that is 1 per layer when balanced")
-    z_loss_coef: Coefficient = _key(0.0, "of the router's log partition function squared, a layer")
+    z_loss_coef: Coefficient = _key(0.0, "of the router's log partition function squared, a layer", le=1)
     bias_update_rate: Coefficient = _key(
         0.0, "what a step adds to or takes from each selection bias, of scores below 1; 0.001 is usual", lt=1
     )
@@ -620,6 +620,10 @@ def _check_beginning(init_from: Path | None, resume: str) -> Problems:
 def _check_profiling(profiling: ProfilingSection, training: TrainingSection, slurm: SlurmSection) -> Problems:
     at, first, last, ranks = "profiling", profiling.start_step, profiling.end_step, profiling.ranks
     if not profiling.on:
+        for name, value in (("start_step", first), ("end_step", last)):
+            if value is not None:
+                rule = "has no effect: none of torch, nsys and memory_snapshot is on"
+                yield Problem(f"{at}.{name}", value, rule, "turn one on, or leave the window out")
         return
     if first is None or last is None:
         rule = "must be given: the steps to record, a few after the first ones, which compile and warm up"
@@ -629,8 +633,8 @@ def _check_profiling(profiling: ProfilingSection, training: TrainingSection, slu
     elif last > training.max_steps:
         yield Problem(f"{at}.end_step", last, f"must be at most training.max_steps = {training.max_steps}")
     world = slurm.nodes * slurm.gpus_per_node
-    if not ranks or max(ranks) >= world:
-        yield Problem(f"{at}.ranks", list(ranks), f"must name at least one rank, each below {world}")
+    if not ranks or max(ranks) >= world or len({*ranks}) < len(ranks):
+        yield Problem(f"{at}.ranks", list(ranks), f"must name at least one rank, each below {world} and once")
 
 
 OWN_ENVIRONMENT = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH|(SLURM|SUBMITIT|PITHTRAIN)_.*")

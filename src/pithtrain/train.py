@@ -345,13 +345,14 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
 def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
     """One over the valid tokens of the global batch, a device scalar; 0 if there is none, so that nothing is trained.
 
-    Summed over the data ranks of a stage; only pipeline rank 0's is used.
+    Summed over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of
+    the step before, and a sum on them would wait for all of these.
     """
     world = engine.world
     valid = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         valid += (batch.labels != IGNORE).sum()
-    all_reduce_sum(valid, world.dense_group)
+    valid = world.sum(valid)
     return torch.where(valid > 0, 1 / valid, 0.0).to(accumulate_dtype(engine.dtype))
 
 

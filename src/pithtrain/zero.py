@@ -63,7 +63,6 @@ class Sharded:
         self.master = self._masters[:own]
         self.exp_avg = torch.zeros_like(self.master if trained else self.master[:0], dtype=moments)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.step = torch.zeros((), dtype=torch.float32, device=device)
         self._keys = rounding_keys(seed, info.name)
         self._first = self.first_row * (self._data.numel() // len(self._data))  # index of this shard's first element
 
@@ -236,7 +235,7 @@ class Zero:
             return
         moments = one.exp_avg.to(one.master.dtype), one.exp_avg_sq.to(one.master.dtype)  # themselves, unless in bf16
         adamw(
-            *([one.master], [one.grad], [moments[0]], [moments[1]], [], [one.step]),
+            *([one.master], [one.grad], [moments[0]], [moments[1]], [], [self._updates - 1]),
             fused=True,
             grad_scale=clip,  # divides the gradient
             found_inf=skipped,
@@ -259,19 +258,17 @@ class Zero:
     def loaded(self, updates: int) -> None:
         """Masters and moments have been written: set the counters and make the weights follow, before anything else."""
         self._updates.fill_(updates)
-        for one in self.sharded.values():
-            one.step.fill_(updates)
         self.publish()
         self.wait_for_weights()
 
-    def publish(self, written: bool = False) -> None:
-        """Start making every rank's weights follow the masters; `wait_for_weights` ends it. `written`: AdamW's kernel
-        has written those of this rank that it trains."""
+    def publish(self) -> None:
+        """Start making every rank's weights follow the masters; `wait_for_weights` ends it."""
         self.wait_for_weights()  # an earlier all-gather that lands later would bring the old weights back
         for unit in self._units:
-            self._publish(unit, written)
+            self._publish(unit, written=False)
 
     def _publish(self, unit: int | str, written: bool) -> None:
+        """`written`: AdamW's kernel has written the weights of this rank that it trains."""
         self._coming[unit] = [one.publish(written and one.info.trained) for one in self._units[unit]]
 
 

@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rtol", type=float, default=0.0, help="where arithmetic changed on purpose; 0: bit for bit")
     given = parser.parse_args()
+    if not 0 <= given.rtol < 1:
+        parser.error(f"--rtol {given.rtol:g}: at least 0 and below 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the worktree goes on that way too
 
     overrides = [f"training.max_steps={given.steps}", "training.device=cpu", "parallelism={}", "lr_scheduler={}"]

@@ -45,6 +45,8 @@ def require_cudnn(device: torch.device) -> None:
     older one on the library path hides it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return
+    if torch.are_deterministic_algorithms_enabled():
+        return  # flash then, and no other
     version = torch.backends.cudnn.version()
     if version is None or version < LEAST_CUDNN or not torch.backends.cuda.cudnn_sdp_enabled():
         raise RunFailed(

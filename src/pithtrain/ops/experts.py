@@ -26,6 +26,7 @@ Legend: U rows received, q slots per row, R slots, H hidden, I expert width.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from pithtrain.ops.grouped import add_grouped_sum, add_grouped_weight_grad, grouped_linear, grouped_linear_dx
@@ -100,7 +101,8 @@ class ExpertSegment:
         gate_up_bias = _data(experts.gate_up_bias)
         dgu, dw_R, act = expert_activation_backward(da, gu, w_R, experts.glu, gate_up_bias, expert_R)
         if experts.down_bias is not None:
-            dw_R += experts.down_bias.data[expert_R].mul_(dy_RH).sum(-1)
+            bias_EH = experts.down_bias.data  # <dout, b_e> of each row and expert: less than one of each slot
+            dw_R += F.linear(dout_UH.to(bias_EH.dtype), bias_EH)[slots.row_R, expert_R]
         dx_RH = grouped_linear_dx(dgu, experts.gate_up.data, ends)
         drows = ordered_sum(dx_RH, slots.slot_U1q)
         dweights = w_R.new_zeros(self._records)

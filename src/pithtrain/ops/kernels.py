@@ -1,8 +1,8 @@
 """The Triton kernels of the step, bf16 on CUDA: what moves bytes in one pass where plain torch takes several.
 
 Each has its plain twin in the file that calls it, which says what is computed and is what a CPU, fp32 and float64 run;
-tests hold the two together in Triton's interpreter and on a GPU. This file is imported where a tensor is on CUDA, since
-there is no Triton where there is no GPU. Everything is summed in fp32 in a fixed order: no atomics.
+tests hold the two together in Triton's interpreter and on a GPU. This file is imported where a tensor is on CUDA, so
+that a run on a CPU needs no Triton. Everything is summed in fp32 in a fixed order: no atomics.
 
 `benchmarks/kernels.py` times each beside its twin and its ceiling.
 """
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.permute import SlotBias
 
 constexpr = tl.constexpr
@@ -71,7 +72,6 @@ def ordered_sum(
     """out[n] = sum over g of (sum over c of values[index[n, g, c]] (+ `bias`)), then each of `plus`, in this order and
     rounded once; -1 adds nothing. A program per row of the output."""
     (rows, groups, copies), width = index_NGC.shape, values_RH.shape[1]
-    assert len(plus) <= 2, "the kernel has room for two terms more"
     out = values_RH.new_empty(rows, width)
     block = _block(width, 1024)
     terms = [*(term.contiguous() for term in plus), None, None][:2]
@@ -220,7 +220,9 @@ def glu_backward(
 
 
 @triton.jit
-def _cross_entropy(logits, labels, scale, grad, losses, squares, Z: constexpr, V: constexpr, BLOCK: constexpr):
+def _cross_entropy(
+    logits, labels, scale, grad, losses, squares, IGNORE: constexpr, Z: constexpr, V: constexpr, BLOCK: constexpr
+):
     """Pass 1: a running maximum and sum per lane; pass 2: the gradient, the target's -1 inside the vector expression (a
     second store to one element would race)."""
     t = tl.program_id(0).to(tl.int64)
@@ -237,9 +239,9 @@ def _cross_entropy(logits, labels, scale, grad, losses, squares, Z: constexpr, V
         top = new
     peak = tl.max(top, 0)
     lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
-    valid = y >= 0
+    valid = y != IGNORE
     # a label beyond the vocabulary shows as a loss of NaN, and reads nothing
-    target = tl.load(logits + t * V + y, mask=valid & (y < V), other=float("nan"))
+    target = tl.load(logits + t * V + y, mask=valid & (y >= 0) & (y < V), other=float("nan"))
     tl.store(losses + t, tl.where(valid, (lse - target) * factor, 0.0))
     if Z != 0:
         tl.store(squares + t, tl.where(valid, lse * lse * factor, 0.0))
@@ -259,12 +261,12 @@ def cross_entropy(
     logits_TV: Tensor, labels_T: Tensor, scale: Tensor, dtype: torch.dtype, z_coef: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> (summed scaled loss, summed scaled lse^2, gradient [T, V] of loss + z_coef lse^2 in `dtype`). fp32 logits are
-    read twice; a negative label is a token without loss. A program per token; without `z_coef` no lse^2."""
+    read twice; a label IGNORE is a token without loss. A program per token; without `z_coef` no lse^2."""
     tokens, vocab = logits_TV.shape
     grad = torch.empty(tokens, vocab, dtype=dtype, device=logits_TV.device)
     losses, squares = logits_TV.new_empty(tokens), logits_TV.new_empty(tokens if z_coef else 0)
     _cross_entropy[(tokens,)](
-        *(logits_TV, labels_T, scale, grad, losses, squares, z_coef, vocab, _block(vocab, 8192)), num_warps=32
+        *(logits_TV, labels_T, scale, grad, losses, squares, IGNORE, z_coef, vocab, _block(vocab, 8192)), num_warps=32
     )
     return losses.sum(), squares.sum(), grad
 
