@@ -11,6 +11,10 @@ take there. Twins are what plain torch offers: the functions beside the kernels 
 (grouped GEMMs, cuDNN's attention, and flash's with a window) have rows too; the twin of an attention row is flash's
 without a window for cuDNN, and cuDNN's without a window for flash's with one.
 
+`--only long`: attention over 32,768 tokens as the engine plays it. Whole; one rank of a ring of four, with blocks from
+memory, whose TFLOP/s are to be 85 % of those of the whole; eight documents of 4,096, to be 4 times as fast as their
+twin, which for all three is the whole.
+
 A time is the median over single calls, each behind a pass that empties the cache and lets the host run ahead. Ends with
 a line for each kernel of ours that does not beat its twin. Exit code 2 without a GPU, unless --check is given.
 """
@@ -43,7 +47,7 @@ from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
 from pithtrain.ops import kernels
-from pithtrain.ops.attention import CUDNN, FLASH
+from pithtrain.ops.attention import CUDNN, FLASH, Sight
 from pithtrain.ops.cross_entropy import CHUNK, plain_loss_and_grad
 from pithtrain.ops.grouped import (
     grouped_linear,
@@ -53,6 +57,7 @@ from pithtrain.ops.grouped import (
 )
 from pithtrain.ops.kernels import Tiles
 from pithtrain.ops.permute import SlotBias, Slots, order_slots, plain_ordered_sum
+from pithtrain.ops.ring import Attention, Core, Part
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 
@@ -97,6 +102,9 @@ TINY = (
     Shape("tiny", 16, 8, 4, 2, 24, 16, 100, 8, 1500, (2, 1, 8, 8), SILU, False, None),
     Shape("tiny-bias", 16, 8, 4, 2, 24, 20, 100, 8, 0, (2, 1, 8, 8), Glu(1.7, 0.5, 1.0), True, 3),
 )
+
+
+LONG = 32768
 
 
 class Case(NamedTuple):
@@ -162,11 +170,13 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     yield from product_cases(shape, "gate_up", 2 * shape.width, shape.hidden, slots.ends_E, rand)
     yield from product_cases(shape, "down", shape.hidden, shape.width, slots.ends_E, rand)
     yield cross_entropy_case(shape, rand)
+    yield merge_case(shape, rand)
     if shape.parameters:
         for moments in (torch.float32, torch.bfloat16):
             yield adamw_case(shape.parameters, shape.name, dtype, moments, device)
     if gpu:
         yield from attention_cases(shape, rand)
+        yield from long_cases(shape, rand, LONG)
 
 
 Rand = Callable[..., Tensor]
@@ -240,6 +250,22 @@ def cross_entropy_case(shape: Shape, rand: Rand) -> Case:
     )
 
 
+def merge_case(shape: Shape, rand: Rand) -> Case:
+    """A block of a ring's step into what has been added up: all tokens."""
+    heads, _, _, width = shape.heads
+    out, part = rand(1, shape.tokens, heads, width), rand(1, heads, shape.tokens, dtype=torch.float32)
+    mine, theirs = ((out.float(), part.clone()) for _ in range(2))
+
+    def twin() -> list[Tensor]:
+        acc, lse = theirs
+        total = torch.logaddexp(lse, part)
+        old, new = ((x - total).exp_().transpose(1, 2).unsqueeze(-1) for x in (lse, part))
+        return [acc.mul_(old).add_(out * new), lse.copy_(total)]
+
+    num_bytes = (8 + out.element_size()) * out.numel() + 12 * part.numel()
+    return Case("merge", shape.name, lambda: (kernels.merge(*mine, out, part), [*mine])[1], twin, num_bytes)
+
+
 def weight_grad(
     kernel: str, shape: str, dy: Tensor, x: Tensor, ours: Tensor, theirs: Tensor, ends: Tensor, *tiles: Tiles
 ) -> Case:
@@ -305,20 +331,68 @@ def attention_cases(shape: Shape, rand: Rand) -> Iterator[Case]:
     for label, pair, window, other in plans:
         flops = 2.0 * hq * (dk + dv) * causal_keys(s, window) * shape.tokens
         moved = 2 * (q.numel() + k.numel() + v.numel() + dout.numel())
-        saved, saved_other = pair.forward(q, k, v, scale, window), other.forward(q, k, v, scale, None)
+        sight, full = Sight(window=window), Sight()
+        saved, saved_other = pair.forward(q, k, v, scale, sight), other.forward(q, k, v, scale, full)
         yield Case(
             f"attention {label}",
             shape.name,
-            lambda: pair.forward(q, k, v, scale, window),  # noqa: B023
-            lambda: other.forward(q, k, v, scale, None),  # noqa: B023
+            lambda: pair.forward(q, k, v, scale, sight),  # noqa: B023
+            lambda: other.forward(q, k, v, scale, full),  # noqa: B023
             *(moved, flops, False),
         )
         yield Case(
             f"attention {label} backward",
             shape.name,
-            lambda: pair.backward(dout, q, k, v, *saved, scale, window),  # noqa: B023
-            lambda: other.backward(dout, q, k, v, *saved_other, scale, None),  # noqa: B023
+            lambda: pair.backward(dout, q, k, v, *saved, scale, sight),  # noqa: B023
+            lambda: other.backward(dout, q, k, v, *saved_other, scale, full),  # noqa: B023
             *(2 * moved, 2.5 * flops, False),
+        )
+
+
+class MemoryRing:
+    """A ring whose blocks come from this device's memory."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def hop(self, sent: Tensor, received: Tensor) -> list[Any]:
+        received.copy_(sent)
+        return []
+
+
+def long_cases(shape: Shape, rand: Rand, length: int) -> Iterator[Case]:
+    """One sequence whole, cut over a ring of four, and as eight documents, forward and backward."""
+    hq, hk, dk, dv = shape.heads
+    core, device = Core(dk**-0.5, hq * dv), rand(0).device
+    whole, cut = Part(1, length, device), Part(1, length, device, 4, 1)
+    eight = Part(1, length, device, documents=[list(range(0, length, length // 8))])
+    sizes = ((hq, dk), (hk, dk), (hk, dv), (hq, dv))
+    *long, dout = (rand(1, length, *size) for size in sizes)
+    *short, cut_dout = (rand(1, length // 4, *size) for size in sizes)
+    ring: Any = MemoryRing(4)
+    flops = 2.0 * hq * (dk + dv) * length
+    once = Attention(core, whole, None, *long)
+    plans = [
+        ("whole", whole, None, long, dout, causal_keys(length)),
+        ("ring of 4", cut, ring, short, cut_dout, causal_keys(length) / 4),
+        ("8 documents", eight, None, long, dout, causal_keys(length // 8)),
+    ]
+    for label, part, hops, given, grad, keys in plans:
+        made = Attention(core, part, hops, *given)
+        moved = 2 * (sum(x.numel() for x in given) + grad.numel())
+        yield Case(
+            f"long attention {label}",
+            shape.name,
+            lambda: Attention(core, part, hops, *given).out,  # noqa: B023
+            lambda: Attention(core, whole, None, *long).out,
+            *(moved, flops * keys, False),
+        )
+        yield Case(
+            f"long attention {label} backward",
+            shape.name,
+            lambda: made.backward(grad.flatten(2), []),  # noqa: B023
+            lambda: once.backward(dout.flatten(2), []),
+            *(2 * moved, 2.5 * flops * keys, False),
         )
 
 

@@ -165,7 +165,7 @@ def measure(spec: RunSpec, place: Place, steps: int, profiled: bool) -> dict[str
         begin = time.perf_counter()
         engine = build(spec, world)
         generator = torch.Generator(world.device).manual_seed(training.seed + world.data_rank)
-        shape = (training.micro_batch_size, training.sequence_length + 1)
+        shape = (training.micro_batch_size, training.sequence_length // world.mesh.cp + 1)
 
         def batch() -> MicroBatch:
             drawn = torch.randint(config.vocab_size, shape, device=world.device, generator=generator)

@@ -29,7 +29,7 @@ from pithtrain.ops.symmetric import Peers
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict
 from pithtrain.tape import Stats, new_stats
-from pithtrain.train import loss_scale, train_step
+from pithtrain.train import loss_scale, read_batches, train_step
 from pithtrain.world import Place, World, connect
 
 MODEL = {
@@ -67,6 +67,7 @@ def make_spec(
     pp: int = 1,
     dp: int = 1,
     ep: int = 1,
+    cp: int = 1,
     *,
     architecture: str | None = None,
     model: dict[str, Any] | None = None,
@@ -80,7 +81,11 @@ def make_spec(
     fields: dict[str, Any] = {
         "name": "tiny",
         "model": {**base, **(model or {})},
-        "parallelism": {"pipeline_parallel_size": pp, "expert_parallel_size": ep},
+        "parallelism": {
+            "pipeline_parallel_size": pp,
+            "expert_parallel_size": ep,
+            "context_parallel_size": cp,
+        },
         "training": {
             "max_steps": 5,
             "micro_batch_size": 1,
@@ -91,8 +96,8 @@ def make_spec(
         },
         "optimizer": {"lr": 1e-3},
         "moe": {"load_balance_type": "aux_loss", "aux_loss_coef": 0.01},
-        "data": {"sources": [{"path": "unused"}]},
-        "slurm": {"gpus_per_node": pp * dp * ep},
+        "data": {"sources": [{"path": "unused"}], "document_mask": False},
+        "slurm": {"gpus_per_node": pp * dp * ep * cp},
     }
     for name, section in sections.items():
         fields[name] = {**fields.get(name, {}), **section} if isinstance(section, dict) else section
@@ -106,21 +111,44 @@ def synthetic(spec: RunSpec, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
     labels = ids[1:].clone()
     if sample % 3 == 0:
         labels[: 1 + sample % 5] = IGNORE
+    if spec.data.document_mask:
+        labels[[start - 1 for start in documents_of(spec, sample)[1:]]] = IGNORE
     return ids[:-1], labels
+
+
+def documents_of(spec: RunSpec, sample: int) -> list[int]:
+    """Where the documents of a sample begin, with `data.document_mask`: one alone, one of a token before and behind one
+    that is longer than any chunk, documents of one token for a half, and random ones."""
+    s = spec.training.sequence_length
+    rng = np.random.default_rng([7, sample])
+    drawn = [0, *(1 + rng.choice(s - 1, rng.integers(1, 5), replace=False)).tolist()]
+    return sorted(([0], [0, 1, s - 1], [*range(s // 2)], drawn, drawn)[sample % 5])
 
 
 def batches_of(spec: RunSpec, engine: Engine, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step (from 0), numbered as `train.read_batches` does."""
-    world, mbs = engine.world, spec.training.micro_batch_size
-    if world.pp:
+    if engine.world.pp and not spec.data.document_mask:
         return []
-    found = []
-    for a in range(spec.num_micro_batches):
-        first = step * spec.training.global_batch_size + (a * world.data_size + world.data_rank) * mbs
-        pairs = [synthetic(spec, first + i) for i in range(mbs)]
-        tokens, labels = (torch.stack([pair[i] for pair in pairs]).to(world.device) for i in (0, 1))
-        found.append(MicroBatch(tokens, labels))
-    return found
+    return read_batches(cast(Any, Synthetic(spec)), spec, engine.world, step * spec.training.global_batch_size)
+
+
+@dataclass
+class Synthetic:
+    """A `Dataset` of `synthetic` samples."""
+
+    spec: RunSpec
+
+    @property
+    def document_mask(self) -> bool:
+        return self.spec.data.document_mask
+
+    def batch(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        pairs = [synthetic(self.spec, first + i) for i in range(count)]
+        tokens, labels = (torch.stack([pair[i] for pair in pairs]).numpy() for i in (0, 1))
+        return tokens, labels
+
+    def documents(self, first: int, count: int) -> list[list[int]]:
+        return [documents_of(self.spec, first + i) for i in range(count)]
 
 
 ALONE = Place(0, 1, 0, "", 1)

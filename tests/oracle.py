@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args, get_origin
 
@@ -33,8 +33,10 @@ from pithtrain.errors import SpecError
 from pithtrain.models.contract import ModelConfig, load_config, load_ignored
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import Segment, accumulate_dtype
+from pithtrain.ops.ring import Part
 from pithtrain.spec import RunSpec, from_dict, read_model
-from pithtrain.tape import Stage, forward, new_stats, run_forward
+from pithtrain.tape import forward, new_stats, run_forward
+from reference import Documents
 
 transformers.utils.logging.disable_progress_bar()
 LENGTH = 24  # tokens of a sequence: longer than any window of a TINY config
@@ -64,7 +66,7 @@ def spec_of(
             "training": {**sizes, "device": "cpu", "compute_dtype": "float32", **training},
             "optimizer": {"lr": 1e-3},
             "moe": {"load_balance_type": "none", "aux_loss_coef": 0.0, **(moe or {})},
-            "data": {"sources": [{"path": "unused"}]},
+            "data": {"sources": [{"path": "unused"}], "document_mask": False},
         }
     )
 
@@ -140,16 +142,17 @@ def gradients_of(model: Any, config: ModelConfig, folder: Path) -> dict[str, Ten
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
-def logits_of(engine: Engine, tokens: Tensor) -> Tensor:
+def logits_of(engine: Engine, tokens: Tensor, documents: Documents | None = None) -> Tensor:
     """[B, S, V] in the accumulate dtype: both chunks of a one-rank pipeline, then the last norm and the head here."""
     first, last = engine.pipeline._stages
     assert last.head is not None
     layers, experts = engine.counts_LE.shape
     wide = accumulate_dtype(engine.dtype)
     stats = new_stats(layers, experts, engine.world.device, wide)
-    h, _ = run_forward(forward(first, tokens, engine.pipeline._traffic, None, stats))
+    part, traffic = Part(*tokens.shape, engine.world.device, documents=documents), engine.pipeline._traffic
+    h, _ = run_forward(forward(first, tokens, part, traffic, None, stats))
     assert h is not None
-    h, _ = run_forward(forward(Stage(last.layers, None, None), h, engine.pipeline._traffic, None, stats))
+    h, _ = run_forward(forward(replace(last, embedding=None, head=None), h, part, traffic, None, stats))
     assert h is not None
     return Segment(last.head.norm, h).outputs[0].to(wide) @ last.head.weight.data.to(wide).t()
 

@@ -1,12 +1,14 @@
 """Plain twins of the operators for tests: loops and autograd in float64, sharing no arithmetic with `pithtrain.ops`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pithtrain.ops.linear import Weight, accumulate_dtype
+from pithtrain.ops.ring import Attention, Core, Part
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
@@ -23,6 +25,62 @@ def distinct_ids(seed: int, tokens: int, experts: int, k: int) -> Tensor:
 
 def make_weight(name: str, data: Tensor) -> Weight:
     return Weight(name, data, torch.zeros(data.shape, dtype=accumulate_dtype(data.dtype)))
+
+
+Documents = Sequence[Sequence[int]]  # of each sequence, where they begin
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """The oracle: K and V repeated per query head, one softmax over the keys and a column for the sink."""
+    (batch, length), repeat = q.shape[:2], q.shape[2] // k.shape[2]
+    k, v = (torch.stack([x[:, :, h // repeat] for h in range(q.shape[2])], dim=2) for x in (k, v))
+    starts = [[max(s for s in row if s <= i) for i in range(length)] for row in documents or [[0]] * batch]
+    first = [[max(s, i - (window or length) + 1) for i, s in enumerate(row)] for row in starts]
+    seen = torch.tensor([[[row[i] <= j <= i for j in range(length)] for i in range(length)] for row in first])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    scores = scores.masked_fill(~seen[:, None].to(q.device), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(batch, -1, length, 1)), dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :length], v)
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> Tensor:
+        scale, window, documents = rest
+        weight = None if sinks is None else Weight("sinks", sinks, torch.zeros_like(sinks))
+        core = Core(scale, q.shape[2] * v.shape[3], window, weight)
+        ctx.sinks, ctx.documents = weight, documents
+        ctx.made = Attention(core, Part(*q.shape[:2], q.device, documents=documents), None, q, k, v)
+        return ctx.made.out.view(*q.shape[:3], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.sinks is not None:
+            ctx.sinks.main_grad = torch.zeros_like(ctx.sinks.data)
+        dq, dk, dv = ctx.made.backward(grads[0], [])
+        return dq, dk, dv, None if ctx.sinks is None else ctx.sinks.main_grad, None, None, None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """The engine's attention on whole sequences, as a function that autograd goes through."""
+    return _Attended.apply(q, k, v, sinks, scale, window, documents)  # pyright: ignore[reportReturnType]
 
 
 def expert(x_H: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

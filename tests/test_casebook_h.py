@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness import Pool, Shards, assemble, distance, first_gradients, make_spec, shards, synthetic
-from pithtrain import rundir, tape, train
+from pithtrain import catalog, checkpoint, rundir, tape, train
 from pithtrain.build import Engine, build
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.pipeline import MicroBatch
@@ -46,7 +46,7 @@ def name_of(mesh: Mesh) -> str:
 class Samples:
     """Stands for a corpus: sample i keeps its first valid[i] labels; without any it is padding from end to end."""
 
-    fingerprint = "0" * 64
+    fingerprint, document_mask = "0" * 64, False
 
     def __init__(self, spec: RunSpec, valid: Sequence[int]) -> None:
         self.spec, self.valid = spec, valid
@@ -135,6 +135,37 @@ def test_case_110_a_micro_batch_of_padding_on_one_rank_contributes_nothing(
     padding = Step(pool, tmp_path / "one", (1, 1, 1), (64, 0, 0, 0))
     without = Step(pool, tmp_path / "other", (1, 1, 1), (64, 0))
     padding.assert_equal(without)
+
+
+def test_case_110_a_global_batch_without_a_label_is_left_out_with_a_warning(pool: Pool, tmp_path: Path) -> None:
+    """The first of two steps, with balance losses on, which would train alone: nothing moves, moments and counts
+    neither, and the second step is that of a run that never had the first. On a rank without the loss too; with cp one
+    rank holds padding alone."""
+    moe = {"load_balance_type": "global_aux_loss", "aux_loss_coef": 0.5, "z_loss_coef": 0.1}
+    training = {**FLOAT64, "max_steps": 2, "global_batch_size": 4, "sequence_length": 64}
+    for i, (mesh, padded) in enumerate((((1, 1, 1, 1), 64), ((2, 1, 1, 2), 64), ((1, 1, 1, 2), 16))):
+        spec = make_spec(*mesh, model=T0, training=training, moe=moe)
+        fields = spec.model_dump(mode="json")
+        (folder := tmp_path / str(i)).mkdir()
+        pool.run(spec.world_size, logged_job, fields, folder, [0] * 4 + [padded] * 4)
+        run = RunDir(folder)
+        empty, second = rundir.read_lines(run.metrics)
+        warnings = [row["message"] for row in rundir.read_lines(run.events) if row["event"] == "warning"]
+        assert "no token had a label in 1 of the steps up to 1: those updates were left out" in warnings
+        assert len([w for w in warnings if "no token had" in w]) == 1
+        assert (empty["loss"], empty["grad_norm"]) == (0.0, 0.0)
+        assert np.isfinite(second["loss"]) and second["grad_norm"] > 0
+        updates = pool.run(spec.world_size, updates_job, fields, str(run.checkpoints))
+        assert updates == [1] * spec.world_size
+
+
+def updates_job(place: Place, fields: dict[str, Any], folder: str) -> int:
+    spec = from_dict(fields)
+    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
+        engine = build(spec, world)
+        path = catalog.folder(Path(folder), 2)
+        checkpoint.load(path, engine.zero, world, catalog.read(path))
+        return engine.zero.updates
 
 
 # ---- 104: one norm ---------------------------------------------------------------------------------------------------

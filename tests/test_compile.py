@@ -6,6 +6,7 @@ the real one where there is a C++ compiler.
 
 import functools
 import shutil
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,14 +15,15 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
-from harness import ALONE, Ran, batches_of, distance, gather_ran, make_spec, single, steps_job
+from harness import ALONE, Pool, Ran, batches_of, distance, gather_ran, make_spec, single, steps_job
 from pithtrain.build import build
 from pithtrain.spec import RunSpec
 from pithtrain.train import train_step
+from pithtrain.world import Place
 
 # torch's own, while it traces
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-KINDS = {"qwen3_moe": 3, "deepseek_v2": 4, "gpt_oss": 3}  # dense, with experts, shared, windowed, the last norm
+KINDS = {"qwen3_moe": 4, "deepseek_v2": 5, "gpt_oss": 3}  # before; after: dense, experts; shared; the last norm
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +105,48 @@ def test_case_167_the_real_compiler_on_this_machine() -> None:
     """Two steps; the versions stand in a run's submit.json."""
     assert_same(ran("qwen3_moe", True), ran("qwen3_moe", False), 1e-5)
     assert counters["stats"]["unique_graphs"] == KINDS["qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", [x if x == "gpt_oss" else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
+@pytest.mark.usefixtures("traced")
+def test_nothing_is_compiled_again_whatever_the_documents(family: str) -> None:
+    """Their number and lengths reach no region: 12 steps of other documents, from the graphs of streams."""
+    spec = spec_of(family, data={"document_mask": True})
+    with single(spec) as world:
+        engine = build(spec, world)
+        train_step(engine, spec, batches_of(spec, engine, 0), 1e-2)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(1, 12):
+                train_step(engine, spec, batches_of(spec, engine, step), 1e-2)
+    assert counters["stats"]["unique_graphs"] == KINDS[family]
+    assert not counters["graph_break"]
+
+
+def traced_job(place: Place, fields: dict[str, Any], steps: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        out = steps_job(place, fields, steps)
+    assert not counters["graph_break"]
+    return out | {"graphs": counters["stats"]["unique_graphs"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_cut_sequences_in_compiled_regions(pool: Pool, family: str, mode: str) -> None:
+    """The ring and the sum of counts lie between regions; sums of probabilities leave theirs as one more output."""
+    moe = {"load_balance_type": "seq_aux_loss", "aux_loss_coef": 0.05}
+    sections = {"moe": moe, "data": {"document_mask": True}, "activation_checkpoint": {"mode": mode}}
+    training = {"global_batch_size": 4, "compute_dtype": "float64"}
+    fields, eager = (
+        make_spec(cp=cp, architecture=family, compile={"enabled": cp > 1}, training=training, **sections).model_dump(
+            mode="json"
+        )
+        for cp in (2, 1)
+    )
+    parts = pool.run(2, traced_job, fields, 3, timeout_s=300)
+    assert_same(gather_ran(parts), gather_ran([steps_job(ALONE, eager, 3)]), 1e-9)
+    assert [part["graphs"] for part in parts] == [KINDS[family] if mode == "none" else 2 * KINDS[family] - 1] * 2

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +36,9 @@ def sequences(path: Path, count: int, shard_tokens: int = 2**20) -> Path:
 
 
 def dataset(path: Path, length: int = S, seed: int = 0, vocab_size: int = VOCAB, **data: Any) -> Dataset:
-    section = DataSection(sources=(DataSource(path=path / "tokens"),), **{"repeat": True, **data})
+    section = DataSection(
+        sources=(DataSource(path=path / "tokens"),), **{"repeat": True, "document_mask": False, **data}
+    )
     return Dataset(section, length, seed, vocab_size)
 
 
@@ -45,19 +47,34 @@ def ids(data: Dataset, first: int, count: int) -> list[int]:
     return [int(row[0]) - FIRST for row in data.batch(first, count)[0]]
 
 
-def step_ids(data: Dataset, mesh: Mesh, rank: int, samples: int, global_batch_size: int, mbs: int = 1) -> list[int]:
-    """What the engine reads on a rank (of the first pipeline stage) for the step that begins after `samples`."""
-    torch = pytest.importorskip("torch")
+def read(data: Dataset, mesh: Mesh, rank: int) -> Any:
+    """The first micro-batch that the engine reads on a rank."""
     from pithtrain.train import read_batches
+
+    return read_batches(data, *fakes(data, mesh, rank, mesh.dp * mesh.ep), 0)[0]
+
+
+def fakes(data: Dataset, mesh: Mesh, rank: int, global_batch_size: int, mbs: int = 1) -> tuple[Any, Any]:
+    """What `read_batches` looks at of a spec and a world."""
+    import torch
+
     from pithtrain.world import World
 
     pp, dp, cp, ep = mesh.coords(rank)
     groups: dict[str, Any] = {f.name: None for f in dataclasses.fields(World) if f.name.endswith("_group")}
     world = World(mesh, rank, pp, dp, cp, ep, torch.device("cpu"), **groups)
+    training = SimpleNamespace(micro_batch_size=mbs, sequence_length=data.sequence_length)
     n = global_batch_size // (mbs * world.data_size)
-    spec = SimpleNamespace(training=SimpleNamespace(micro_batch_size=mbs), num_micro_batches=n)
-    batches = read_batches(data, cast(Any, spec), world, samples)
-    return [int(row[0]) - FIRST for batch in batches for row in batch.tokens]
+    return SimpleNamespace(training=training, num_micro_batches=n), world
+
+
+def step_ids(data: Dataset, mesh: Mesh, rank: int, samples: int, global_batch_size: int, mbs: int = 1) -> list[int]:
+    """What the engine reads on a rank (of the first pipeline stage) for the step that begins after `samples`."""
+    pytest.importorskip("torch")
+    from pithtrain.train import read_batches
+
+    batches = read_batches(data, *fakes(data, mesh, rank, global_batch_size, mbs), samples)
+    return [int(row[0]) - FIRST for batch in batches if batch.tokens is not None for row in batch.tokens]
 
 
 # --- samples ---
@@ -200,12 +217,57 @@ def test_case_046_one_replica_reads_one_text(tmp_path: Path, mesh: Mesh) -> None
     data = dataset(sequences(tmp_path / "c", 64))
     replicas: dict[tuple[int, int], set[tuple[int, ...]]] = {}
     for rank in range(mesh.size):
-        _, dp, _, ep = mesh.coords(rank)
-        replicas.setdefault((dp, ep), set()).add(tuple(step_ids(data, mesh, rank, 16, 16)))
+        pp, dp, _, ep = mesh.coords(rank)
+        if pp == 0:  # no other stage reads a token
+            replicas.setdefault((dp, ep), set()).add(tuple(step_ids(data, mesh, rank, 16, 16)))
     assert all(len(read) == 1 for read in replicas.values())
     distinct = {i for read in replicas.values() for i in next(iter(read))}
     assert distinct == set(ids(data, 16, 16))
     assert len(distinct) == 16  # the global batch
+
+
+# --- documents ---
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 2**20])
+def test_documents_and_their_labels(tmp_path: Path, shard_tokens: int) -> None:
+    """Every document, its label across the end ignored, a cut one anew in the next window; across shards alike."""
+    lengths = [3, 2, 1, 9, 5, 1, 1, 2]  # words; an EOS comes on top
+    path = make(tmp_path / "c", [range(10, 10 + n) for n in lengths], shard_tokens=shard_tokens)
+    stream = [i for n in lengths for i in [*range(10, 10 + n), EOS_ID]]
+    begins = np.cumsum([0, *(n + 1 for n in lengths)]).tolist()
+    for s in (1, 4, 7, 31):
+        data = dataset(path, s, shuffle=False, document_mask=True)
+        tokens, labels = data.batch(0, data.samples_per_epoch)
+        for i, starts in enumerate(data.documents(0, data.samples_per_epoch)):
+            assert starts == [0, *(b - i * s for b in begins if i * s < b < (i + 1) * s)]
+            assert tokens[i].tolist() == stream[i * s : (i + 1) * s]
+            want = [-100 if t + 1 in begins else stream[t + 1] for t in range(i * s, (i + 1) * s)]
+            assert labels[i].tolist() == want
+    assert dataset(path, 4, shuffle=False).batch(0, 1)[1].tolist() == [stream[1:5]], "one stream without the mask"
+
+
+def test_the_label_to_ignore_is_that_of_the_loss() -> None:
+    pytest.importorskip("torch")
+    from pithtrain import data
+    from pithtrain.ops import cross_entropy
+
+    assert data.IGNORE == cross_entropy.IGNORE
+
+
+def test_case_146_labels_are_shifted_before_a_sequence_is_cut(tmp_path: Path) -> None:
+    """Tokens 0 .. 8 (from 10 on), cp = 2: rank 0 holds 0 1 6 7, and after 1 it predicts 2. Every rank of the pipeline
+    knows the documents, the first stage alone the tokens."""
+    pytest.importorskip("torch")
+    data = dataset(make(tmp_path / "c", [range(10, 16), range(16, 23)]), 8, document_mask=True)
+    ours = [read(data, Mesh(2, 1, 2, 1), rank) for rank in range(4)]
+    assert [(x.tokens.tolist(), x.labels.tolist()) for x in ours[:2]] == [
+        ([[10, 11, EOS_ID, 16]], [[11, 12, -100, 17]]),
+        ([[12, 13, 14, 15]], [[13, 14, 15, EOS_ID]]),
+    ]
+    assert [x.part.documents for x in ours] == [[[0, 7]]] * 4
+    assert [x.part.positions_BS.tolist() for x in ours] == [[[0, 1, 6, 0]], [[2, 3, 4, 5]]] * 2
+    assert ours[2].tokens is None and ours[3].labels is None
 
 
 # --- refusals ---

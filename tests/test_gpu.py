@@ -15,15 +15,17 @@ from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_
 from pithtrain import catalog, checkpoint
 from pithtrain.build import build
 from pithtrain.models.contract import architectures
-from pithtrain.ops.attention import attention
 from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
-from pithtrain.ops.linear import Linears, add_weight_grad
+from pithtrain.ops.linear import Linears, Weight, add_weight_grad
 from pithtrain.ops.permute import order_slots, ordered_sum
+from pithtrain.ops.ring import Core
 from pithtrain.ops.symmetric import Blocks, open_peers
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
+from reference import attention, plain_attention
+from test_ring import Case, by_softmax, ran
 
 pytestmark = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -462,3 +464,99 @@ def test_case_142_query_head_h_reads_key_head_h_over_group_on_the_gpu(window: in
             assert (out - want).abs().max() < 2e-2
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+LONG = (0, 1, 300, 700, 701, 759)  # where documents begin: of 1, of 299, of 400 tokens, and of 1 again
+
+
+@needs_gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(
+    ("heads", "window", "sinks"),
+    [(QWEN3, None, False), (MLA, None, False), (GPT_OSS, None, True), (GPT_OSS, 128, True)],
+)
+def test_documents_against_one_softmax_on_the_gpu(
+    heads: tuple[int, int, int, int], window: int | None, sinks: bool, deterministic: bool
+) -> None:
+    """bf16 in the flash ops, two sequences of other documents: output and gradients near one softmax in float64; a
+    token of one document leaves the outputs of the others bitwise."""
+    hq, hk, dk, dv = heads
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, 760, hq, dk), (2, 760, hk, dk), (2, 760, hk, dv), (2, 760, hq, dv)]
+    *given, dout = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    if sinks:
+        given.append(2 * torch.randn(hq, generator=generator, device="cuda"))
+    documents = (LONG, (0, 500))
+
+    def run(how: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+        own = [x.detach().to(dtype or x.dtype).requires_grad_() for x in given]
+        out = how(own[0], own[1], own[2], dk**-0.5, window, own[3] if sinks else None, documents)
+        return (out.detach(), *torch.autograd.grad(out, own, dout.to(out.dtype)))
+
+    wants = run(plain_attention, torch.float64)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = run(attention)
+        figures = [far(x, want) for x, want in zip(found, wants, strict=True)]
+        print(figures)
+        assert figures[0] < 1e-5 and max(figures[1:]) < 1e-4, figures
+        given[1][0, 350] += 1
+        moved = (run(attention)[0] != found[0]).flatten(2).any(-1)
+        assert moved[0, 300:700].any() and not moved[0, :300].any() and not moved[0, 700:].any() and not moved[1].any()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_gpu
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("documents", [None, (LONG, (0, 500))], ids=["stream", "documents"])
+@pytest.mark.parametrize(
+    ("heads", "window", "sinks"),
+    [(QWEN3, None, False), (MLA, None, False), (GPT_OSS, None, True), (GPT_OSS, 128, True)],
+)
+def test_a_ring_of_threads_against_one_softmax_on_the_gpu(
+    heads: tuple[int, int, int, int], window: int | None, sinks: bool, documents: Any, cp: int
+) -> None:
+    """The blocks of all ranks by the kernels of this device, with bf16 inputs; hops are queues."""
+    hq, hk, dk, dv = heads
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, 752, hq, dk), (2, 752, hk, dk), (2, 752, hk, dv), (2, 752, hq, dv)]
+    q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    b = 2 * torch.randn(hq, generator=generator, device="cuda")
+    if documents is not None:
+        documents = (tuple(start for start in LONG if start < 752), (0, 500))
+
+    def core() -> Core:
+        return Core(dk**-0.5, hq * dv, window, Weight("sinks", b, torch.zeros_like(b)) if sinks else None)
+
+    case = Case(q, (k, v), dout, core)
+    found, weights = ran(case, cp, documents)
+    wants, want_weights = by_softmax(case, documents)
+    figures = [far(x, y) for x, y in zip((*found, *weights.values()), (*wants, *want_weights.values()), strict=True)]
+    print(figures)
+    assert figures[0] < 1e-5 and max(figures[1:]) < 1e-4, figures
+
+
+@needs_two
+@pytest.mark.parametrize("family", architectures())
+@pytest.mark.parametrize("mask", [True, False], ids=["documents", "stream"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_gpus_share_sequences(pool: Pool, family: str, mask: bool, dtype: str) -> None:
+    """Over NCCL: in fp32 with the bounds of the CPU tests, in bf16 near. Bitwise the same twice in fp32."""
+    sizes = {"training": {**TRAINING, "device": "cuda", "compute_dtype": dtype}, "data": {"document_mask": mask}}
+    if dtype == "bfloat16":
+        if family != "qwen3_moe":
+            pytest.skip("the tiny widths of that family are no GPU kernel's")
+        sizes |= {"model": MODEL}
+    else:
+        sizes |= {"architecture": family, "model": {"max_position_embeddings": 256}}
+    want = run_mesh(pool, make_spec(**sizes), 3)
+    got, again = (run_mesh(pool, make_spec(cp=2, **sizes), 3) for _ in range(2))
+    near = 1e-5 if dtype == "float32" else 5e-2
+    np.testing.assert_allclose(got.losses, want.losses, rtol=near)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=near)
+    if dtype == "float32":
+        np.testing.assert_array_equal(got.counts, want.counts)
+        assert (again.losses, again.norms) == (got.losses, got.norms)
+        for name, grad in want.first_grads.items():
+            assert distance(got.first_grads[name], grad) < 1e-5, name

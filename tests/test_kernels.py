@@ -15,6 +15,7 @@ from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops.cross_entropy import IGNORE, plain_loss_and_grad
 from pithtrain.ops.grouped import plain_grouped_sum, plain_grouped_weight_grad
 from pithtrain.ops.permute import SlotBias, order_slots, plain_ordered_sum
+from pithtrain.ops.ring import merge
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 
@@ -257,3 +258,20 @@ def test_an_update_by_the_kernel_is_that_of_the_optimizer(moments: str) -> None:
                 torch.testing.assert_close(getattr(mine, kind), getattr(one, kind), rtol=2**-7, atol=1e-6, msg=name)
         torch.testing.assert_close(mine.weight.data, one.weight.data, rtol=2**-7, atol=1e-4)
     assert turned <= total // 1000
+
+
+@pytest.mark.parametrize(("heads", "width"), [(4, 16), (3, 24), (64, 128)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_merging_blocks_of_attention(heads: int, width: int, packed: bool) -> None:
+    """Into some positions of some sequences, from outputs in either memory layout; a block that a row does not see (lse
+    -inf) leaves it."""
+    acc, lse = rand(3, 10, heads, width, dtype=torch.float32), rand(3, heads, 10, dtype=torch.float32)
+    out, part = rand(2, 5, heads, width, dtype=torch.float32), rand(2, heads, 5, dtype=torch.float32)
+    part[0, 0, 2] = float("-inf")
+    if packed:  # as the flash ops give lse of documents, and cuDNN its output
+        part, out = part.transpose(0, 1).contiguous().transpose(0, 1), out.transpose(1, 2).contiguous().transpose(1, 2)
+    want_acc, want_lse = acc.double(), lse.double()
+    merge(want_acc[1:, 4:9], want_lse[1:, :, 4:9], out.double(), part.double())
+    kernels.merge(acc[1:, 4:9], lse[1:, :, 4:9], out, part)
+    torch.testing.assert_close(acc.double(), want_acc, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)

@@ -200,3 +200,119 @@ def test_case_096_the_number_of_micro_batches_does_not_change_the_gradient(pool:
     np.testing.assert_allclose(two.losses, one.losses, rtol=1e-12)
     for name, grad in one.first_grads.items():
         assert distance(two.first_grads[name], grad) <= 1e-9, name
+
+
+# ---- sequences cut over ranks, and documents -------------------------------------------------------------------------
+
+CUTS = [(1, 1, 1, 2), (1, 1, 1, 4), (2, 1, 1, 2), (1, 1, 2, 2), (2, 1, 2, 2)]  # pp, dp, ep, cp
+SEQ_AUX = {"moe": {"load_balance_type": "seq_aux_loss", "aux_loss_coef": 0.05, "z_loss_coef": 0.01}}
+LONG: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    **FAMILIES,
+    "deepseek_v2": {**FAMILIES["deepseek_v2"], **SEQ_AUX},
+}
+
+
+def cut_name(mesh: tuple[int, ...]) -> str:
+    return "pp{}dp{}ep{}cp{}".format(*mesh)
+
+
+def long_spec(*mesh: int, family: str, mask: bool, dtype: str, **sections: Any) -> Any:
+    """Two sequences of 16 tokens a micro-batch, whose documents `harness.documents_of` lists: one alone, some of one
+    token, one longer than any chunk."""
+    changes = {**LONG[family], **sections, "data": {"document_mask": mask}}
+    changes["training"] = {"micro_batch_size": 2, "compute_dtype": dtype, **changes.get("training", {})}
+    return make_spec(*mesh, **changes)
+
+
+@pytest.fixture(scope="module")
+def whole_sequences(pool: Pool) -> Callable[[str, bool, str], Ran]:
+    @cache
+    def ran(family: str, mask: bool, dtype: str) -> Ran:
+        return run_mesh(pool, long_spec(family=family, mask=mask, dtype=dtype), STEPS)
+
+    return ran
+
+
+@pytest.mark.parametrize("mask", [True, False], ids=["documents", "stream"])
+@pytest.mark.parametrize("mesh", CUTS, ids=cut_name)
+@pytest.mark.parametrize("family", LONG)
+@pytest.mark.slow
+def test_cut_sequences_equal_whole_ones(
+    pool: Pool, whole_sequences: Callable[[str, bool, str], Ran], family: str, mesh: tuple[int, ...], mask: bool
+) -> None:
+    """Loss, balance, every gradient and five updates, in float64 and in fp32: also cases 51, 109 and 148."""
+    for dtype, bounds in (("float64", (1e-9, 1e-9, 1e-9)), ("float32", (1e-6, 1e-5, 1e-4))):
+        got = run_mesh(pool, long_spec(*mesh, family=family, mask=mask, dtype=dtype), STEPS)
+        assert_same_run(got, whole_sequences(family, mask, dtype), *bounds)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("qwen3_moe", (2, 1, 1, 2)),
+        pytest.param("deepseek_v2", (1, 1, 2, 2), marks=pytest.mark.slow),
+        pytest.param("gpt_oss", (1, 1, 1, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_case_109_148_cut_sequences_and_documents(
+    pool: Pool, whole_sequences: Callable[[str, bool, str], Ran], family: str, mesh: tuple[int, ...]
+) -> None:
+    """One mesh a family. dp = 2 gives the same too: no factor of cp anywhere."""
+    want = whole_sequences(family, True, "float64")
+    for one in (mesh, (1, 2, 1, 1)) if family == "qwen3_moe" else (mesh,):
+        got = run_mesh(pool, long_spec(*one, family=family, mask=True, dtype="float64"), STEPS)
+        assert_same_run(got, want, 1e-9, 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["seq_aux_loss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("none", "aux_loss", "global_aux_loss"))],
+)
+def test_case_051_balance_counts_every_token_of_a_cut_sequence_once(pool: Pool, kind: str) -> None:
+    """The losses, their gradients and the counts of each kind, with coefficients that outweigh the loss."""
+    coefs = {"aux_loss_coef": 0.0 if kind == "none" else 1.0, "z_loss_coef": 0.5}
+    moe = {"load_balance_type": kind, **coefs}
+    want, got = (
+        run_mesh(pool, long_spec(*mesh, family="qwen3_moe", mask=True, dtype="float64", moe=moe), 3)
+        for mesh in ((1, 1, 1, 1), (1, 1, 1, 2))
+    )
+    assert_same_run(got, want, 1e-9, 1e-9, 1e-9)
+    assert (want.balance[1][1:] >= 0.9).all() == (kind != "none")
+
+
+def test_forced_routing_is_that_of_whole_sequences(pool: Pool) -> None:
+    """24 tokens: chunks of 6, which are no whole rounds over the experts."""
+    moe = {"load_balance_type": "none", "aux_loss_coef": 0.0, "force_load_balance": True}
+    sections = {"moe": moe, "training": {"sequence_length": 24, "global_batch_size": 8}}
+    want, *others = (
+        run_mesh(pool, long_spec(*mesh, family="qwen3_moe", mask=False, dtype="float64", **sections), 1)
+        for mesh in ((1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 2, 2))
+    )
+    for got in others:
+        np.testing.assert_allclose(got.losses, want.losses, rtol=1e-12)
+        for name, grad in want.first_grads.items():
+            assert distance(got.first_grads[name], grad) <= 1e-9, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_cut_sequences_are_recomputed_and_resumed_bitwise(pool: Pool, tmp_path: Path, family: str) -> None:
+    mesh = (1, 1, 1, 2)
+    runs = [
+        run_mesh(
+            pool,
+            long_spec(*mesh, family=family, mask=True, dtype="float32", activation_checkpoint={"mode": mode}),
+            3,
+        )
+        for mode in ("none", "selective", "full", "full")
+    ]
+    for run in runs[1:]:
+        assert_bitwise(run, runs[0])
+    fields = long_spec(*mesh, family=family, mask=True, dtype="float32").model_dump(mode="json")
+    want = whole(pool.run(2, save_job, fields, tmp_path, 2))
+    got = whole(pool.run(2, load_job, fields, catalog.folder(tmp_path, 2), 2))
+    assert_same_state(got, want)
+    one = long_spec(family=family, mask=True, dtype="float32").model_dump(mode="json")
+    other = whole(pool.run(1, load_job, one, catalog.folder(tmp_path, 2), 2))  # on one rank
+    np.testing.assert_allclose(other.losses, want.losses, rtol=1e-5)

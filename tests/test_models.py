@@ -298,18 +298,18 @@ def test_case_141_every_norm_takes_the_configs_epsilon(name: str) -> None:
 
 
 def tables_job(place: Place, spec_fields: dict[str, Any], poison: bool) -> list[np.ndarray]:
-    """What each layer is built with."""
+    """What each stage is built with."""
     spec = from_dict(spec_fields)
     module: Any = load_model(spec.model.architecture)
     given: list[Tensor] = []
-    build_layer = module.build_layer
+    rope = module.rope
 
-    def recording(config: Any, index: int, weights: Any, tables: Tensor, *rest: Any) -> Any:
-        given.append(tables)
-        return build_layer(config, index, weights, tables, *rest)
+    def recording(*args: Any) -> Any:
+        given.append(rope(*args))
+        return given[-1]
 
     with pytest.MonkeyPatch.context() as patch, connect(place, spec.mesh, "cpu", spec.distributed) as world:
-        patch.setattr(module, "build_layer", recording)
+        patch.setattr(module, "rope", recording)
         if poison:
             with poisoned_memory():
                 build(spec, world)

@@ -167,6 +167,7 @@ def message_job(place: Place, fields: dict[str, Any]) -> list[tuple[str, int, fl
     """The pipeline's own traffic with chunks that hand their input on: no compute, all messages."""
     spec = from_dict(fields)
     from pithtrain.ops.dispatch import Lane
+    from pithtrain.ops.ring import Part
     from pithtrain.pipeline import Pipeline
     from pithtrain.tape import Stage, Traffic, new_stats
 
@@ -175,7 +176,9 @@ def message_job(place: Place, fields: dict[str, Any]) -> list[tuple[str, int, fl
         traffic = Traffic(8, Lane(None, device), Lane(None, device), True)
         shape = (1, spec.training.sequence_length, spec.model.config.hidden_size)
         empty = (Stage((), None, None), Stage((), None, None))
-        pipeline = Pipeline(world, empty, traffic, shape, torch.float32, spec.num_micro_batches)
+        pipeline = Pipeline(
+            world, empty, traffic, shape, torch.float32, spec.num_micro_batches, Part(1, shape[1], device)
+        )
         seen: list[tuple[str, int, float]] = []
         begin, end = pipeline._forward, pipeline._backward
 

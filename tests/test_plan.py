@@ -338,3 +338,26 @@ def test_plan_is_plain_data_and_plain_text() -> None:
         "GiB at most",
     ):
         assert words in text
+
+
+def test_documents_and_cut_sequences_in_the_numbers() -> None:
+    """A mean length gives the least FLOPs, one document a sequence the most; cp cuts tokens, not FLOPs."""
+    spec = tiny("parallelism.context_parallel_size=2", "parallelism.expert_parallel_size=1")
+    config = spec.model.config
+    numbers = plan(spec, 40.5)
+    assert numbers.tokens_per_rank == spec.training.micro_batch_size * 64
+    assert numbers.flops_per_token == flops_per_token(config, 128)
+    assert numbers.document_flops_per_token == flops_per_token(config, 40) < numbers.flops_per_token
+    assert plan(spec, 1e6).document_flops_per_token == numbers.flops_per_token
+    assert plan(spec).document_flops_per_token is None
+    whole = plan(tiny("parallelism.expert_parallel_size=1", "slurm.gpus_per_node=2"))
+    assert whole.rank_activation_bytes == tuple(2 * n for n in numbers.rank_activation_bytes), "each rank has its half"
+    full = plan(tiny("activation_checkpoint.mode=full", "parallelism.expert_parallel_size=1", "slurm.gpus_per_node=2"))
+    hidden, moe = 4 * config.hidden_size, [config.is_moe(layer) for layer in range(config.num_hidden_layers)]
+    kept = [[hidden * (1 + moe[layer]) for layer in layers] for layers in full.stage_layers]
+    live = [(4, 1), (3, 2)]  # micro-batches of a rank's two stages
+    tokens = 2 * numbers.tokens_per_rank
+    want = [tokens * (a * sum(kept[r]) + b * sum(kept[-1 - r])) for r, (a, b) in enumerate(live)]
+    assert list(full.rank_activation_bytes) == want
+    assert f"{numbers.tokens_per_rank} tokens on a rank" in numbers.text()
+    assert "FLOP, forward and backward: documents of their mean length, or one a sequence" in numbers.text()

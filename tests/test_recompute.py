@@ -32,7 +32,7 @@ from pithtrain import tape
 from pithtrain.build import build
 from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops import router
-from pithtrain.plan import partition
+from pithtrain.plan import _kept, partition
 from pithtrain.spec import RunSpec
 from pithtrain.train import train_step
 from pithtrain.world import Place
@@ -171,7 +171,7 @@ def kept(spec: RunSpec) -> int:
         config, (batch, *_) = spec.model.config, batches_of(spec, engine, 0)
         stats = tape.new_stats(config.num_hidden_layers, config.num_experts, world.device, torch.float32)
         with Alive() as alive:
-            left = tape.run_forward(tape.forward(stage, batch.tokens, traffic, None, stats))[1]
+            left = tape.run_forward(tape.forward(stage, batch.tokens, engine.pipeline._part, traffic, None, stats))[1]
             assert left.entries
             return alive.bytes()
 
@@ -187,12 +187,16 @@ def test_bytes_between_forward_and_backward_shrink(family: str) -> None:
     moe = sum(config.is_moe(layer) for layer in layers)
     k, hidden = config.num_experts_per_tok, config.hidden_size
     assert moe and none - selective == moe * 4 * tokens * k * hidden
-    assert full == len(layers) * 4 * tokens * hidden + moe * 4 * tokens * (hidden + k)  # h; n, and w in slot order
+    for mode, bytes_kept in zip(MODES, (none, selective, full), strict=True):  # what `pithtrain plan` tells, about
+        told = tokens * sum(_kept(config, mode, 1, 4)[layer] for layer in layers)
+        assert told == pytest.approx(bytes_kept, rel=0.35), mode
+    rotary = 4 * tokens * 8  # rows of the table, once a stage
+    assert full == rotary + len(layers) * 4 * tokens * hidden + moe * 4 * tokens * (hidden + k)  # h; n, w in slot order
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
-KINDS = {"qwen3_moe": 2, "deepseek_v2": 3, "deepseek_v3": 3, "gpt_oss": 2}  # dense, with experts, shared, windowed
+KINDS = {"qwen3_moe": 3, "deepseek_v2": 4, "deepseek_v3": 4, "gpt_oss": 2}  # before; after: dense, experts; shared
 
 
 @pytest.fixture

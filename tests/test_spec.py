@@ -232,6 +232,17 @@ def test_case_006(base: Path) -> None:
         RunSpec(**{**parts, "slurm": alone})
 
 
+def test_every_rank_of_a_sequence_holds_two_chunks(base: Path) -> None:
+    four = ["slurm.gpus_per_node=4", "parallelism.context_parallel_size=4", *mesh_overrides(1, 1, 1)[1:]]
+    found = refused(base, *four, "training.sequence_length=60")["training.sequence_length"]
+    assert found.rule == "must be a multiple of 2 x context_parallel_size 4 = 8: every rank holds two chunks"
+    assert found.hint == "nearest: 56 or 64"
+    assert refused(base, *four, "training.sequence_length=6")["training.sequence_length"].hint == "nearest: 8"
+    spec = load(base, [*four, "training.sequence_length=64"])
+    assert spec.mesh.cp == 4 and spec.data.document_mask, "documents are kept apart unless told otherwise"
+    assert not load(base, ["data.document_mask=false"]).data.document_mask
+
+
 def test_case_007(base: Path) -> None:
     """The formula with the user's numbers and what is asked from Slurm; degrees below one are errors of the spec."""
     assert "what pp, cp and ep leave" in refused(base, "parallelism.dp=8")["parallelism.dp"].hint
@@ -587,8 +598,7 @@ def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
     """Each key exists, is left at its off value by the base, and takes no other."""
     whole = {"fp8", "validation", "guards"}
     keys = {f"{name}.{key}" for name in whole for key in sections()[name].model_fields}
-    keys |= {"compile.mode", "parallelism.context_parallel_size", "optimizer.type"}
-    keys |= {"data.document_mask", "distributed.flight_recorder"}
+    keys |= {"compile.mode", "optimizer.type", "distributed.flight_recorder"}
     other = {bool: "true", float: "0.5", int: "2", str: "x"}
     tried = 0
     for path in sorted(keys):

@@ -26,17 +26,19 @@ from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.experts import ExpertSegment, Recompute
 from pithtrain.ops.linear import Linears, Region, Segment, Weight, accumulate_dtype
 from pithtrain.ops.norm import rms_norm
+from pithtrain.ops.ring import Part
 from pithtrain.ops.router import Balance
 from pithtrain.ops.swiglu import swiglu
 from pithtrain.spec import DistributedSection, Mesh
-from pithtrain.tape import Closures, Head, Labels, Stage, Stats, Tape, Traffic
+from pithtrain.tape import Attend, Closures, Head, Labels, MoeEntry, Stage, Stats, Tape, Traffic
 from pithtrain.world import Place, connect
-from reference import assert_near, leaves, make_weight, moe, poisoned_memory, random
+from reference import assert_near, leaves, make_weight, moe, plain_attention, poisoned_memory, random
 
 B, S, H, V, EXPERTS, K = 2, 5, 16, 11, 4, 2
 LAYERS = 14
 DENSE = (1, 8)
 CPU = torch.device("cpu")
+PART = Part(B, S, CPU)
 CONFIG = make_spec(
     model={
         "vocab_size": V,
@@ -68,7 +70,8 @@ class Model:
         return self.weights["model.embed_tokens.weight"]
 
     def chunk(self, layers: tuple[Layer, ...], *, first: bool = False, last: bool = False) -> Stage:
-        return Stage(layers, self.embedding if first else None, self.head if last else None)
+        tables = rope(CONFIG, S, CPU, accumulate_dtype(self.head.weight.data.dtype))
+        return Stage(layers, self.embedding if first else None, self.head if last else None, tables=tables)
 
     def take_grads(self) -> dict[str, Tensor]:
         """A copy of every main gradient, which is then zero."""
@@ -95,12 +98,11 @@ def make_model(dtype: torch.dtype, traffic: Traffic | None = None, ep: int = 0, 
     for i, info in enumerate(CONFIG.parameters()):
         data = random(i, *info.shape, dtype=dtype, scale=0.3) + (1 if info.init == "ones" else 0)
         weights[info.name] = make_weight(info.name, data[ep * e : (ep + 1) * e] if info.kind == "expert" else data)
-    tables = rope(CONFIG, S, CPU, accumulate_dtype(dtype))
     layers: list[Layer] = []
     for index in range(LAYERS):
         counts = torch.zeros(EXPERTS, dtype=torch.int64)
         balance = Balance("aux_loss", 0.01, 0.0, 3 * B * S, S, counts, None)
-        layer = build_layer(CONFIG, index, weights, tables, balance)
+        layer = build_layer(CONFIG, index, weights, balance)
         region = None
         if layer.experts is not None and shared:
             shapes = {"shared.gate": (6, H), "shared.up": (6, H), "shared.down": (H, 6)}
@@ -110,7 +112,7 @@ def make_model(dtype: torch.dtype, traffic: Traffic | None = None, ep: int = 0, 
             }
             weights.update({w.name: w for w in own.values()})
             region = Region(shared_expert, own, {})
-        layers.append(Layer(index, layer.attend, region, layer.experts))
+        layers.append(replace(layer, shared=region))
     head = Head(Region(final_norm, {}, {"norm": weights["model.norm.weight"]}), weights["lm_head.weight"])
     return Model(weights, tuple(layers), head, traffic)
 
@@ -137,7 +139,7 @@ Backward = Generator[Closures, None, Tensor | None]
 
 def ahead(model: Model, chunk: Stage, seed: int, dtype: torch.dtype, stats: Stats | None = None) -> Forward:
     labels = labels_of(seed, dtype) if chunk.head is not None else None
-    return tape.forward(chunk, input_of(chunk, seed, dtype), model.traffic, labels, stats or new_stats(dtype))
+    return tape.forward(chunk, input_of(chunk, seed, dtype), PART, model.traffic, labels, stats or new_stats(dtype))
 
 
 def back(chunk: Stage, left: Tape, seed: int, dtype: torch.dtype) -> Backward:
@@ -164,11 +166,14 @@ def by_autograd(model: Model, chunk: Stage, seed: int) -> tuple[Tensor, dict[str
         h = parameters[chunk.embedding.name][x]
     else:
         h = start = x.requires_grad_()
+    turns = rope(CONFIG, S, CPU, torch.float64)
     for layer in chunk.layers:
+        q, k, v, _ = call(layer.before, h, turns)
+        out = plain_attention(q, k, v, layer.core.scale).flatten(2)
         if layer.experts is None:
-            h, _ = call(layer.attend, h)
+            h, _ = call(layer.after, h, out)
             continue
-        mid, n, w, routing = call(layer.attend, h)
+        mid, n, w, routing = call(layer.after, h, out)
         gate_up, down = (parameters[x.name] for x in (layer.experts.gate_up, layer.experts.down))
         h = mid + moe(n, w, routing.ids_TK, gate_up, down).view_as(mid)
         if layer.shared is not None:
@@ -223,7 +228,7 @@ def test_the_embedding_adds_up_repeated_tokens() -> None:
     chunk = model.chunk((), first=True)
     x = torch.tensor([[3, 3, 0, 3, 1]])
     with torch.no_grad():
-        h, left = tape.run_forward(tape.forward(chunk, x, model.traffic, None, new_stats(torch.float32)))
+        h, left = tape.run_forward(tape.forward(chunk, x, PART, model.traffic, None, new_stats(torch.float32)))
         assert h is not None and torch.equal(h, model.embedding.data[x])
         dh = random(0, 1, 5, H, dtype=torch.float32)
         tape.run_backward(tape.backward(chunk, left, dh), tape.run_now)
@@ -348,7 +353,7 @@ def test_the_turns_of_a_pair_are_those_of_the_table(monkeypatch: pytest.MonkeyPa
     names: dict[int, str] = {}  # of regions, experts and weights, by identity
     for j, layer in enumerate(layers[:6]):
         assert layer.shared is not None and layer.experts is not None
-        for letter, part in (("A", layer.attend), ("X", layer.shared)):
+        for letter, part in (("A", layer.before), ("A", layer.after), ("X", layer.shared)):
             names[id(part)] = f"{letter}{j % 3}"
             names.update({id(w): f"W({letter}{j % 3})" for w in part.matrices.values()})
         names[id(layer.experts)] = f"E{j % 3}"
@@ -363,10 +368,10 @@ def test_the_turns_of_a_pair_are_those_of_the_table(monkeypatch: pytest.MonkeyPa
             weight.contributed = partial(note, names[id(weight)])
 
     class RecordedSegment(Segment):
-        def __init__(self, region: Region, *inputs: Tensor, keep: bool = True):
+        def __init__(self, region: Region, *inputs: Tensor, given: tuple[Tensor, ...] = (), keep: bool = True):
             self.label = names[id(region)]
             note(self.label)
-            super().__init__(region, *inputs, keep=keep)
+            super().__init__(region, *inputs, given=given, keep=keep)
 
         def backward(self, grads: Sequence[Tensor], ready: Closures) -> list[Tensor]:
             note(f"{self.label}'")
@@ -482,14 +487,18 @@ def test_what_a_micro_batch_held_is_freed_by_reference_counts(model: Model, reco
         _, left = tape.run_forward(ahead(model, chunk, 10, torch.float32))
         held = [weakref.ref(entry) for entry in left.entries]
         for entry in left.entries:
-            if isinstance(entry, Segment):
+            if isinstance(entry, Attend):
                 assert not entry.outputs
-                operands = [] if entry._graph is None else entry._graph.operands.values()
-                held += [weakref.ref(x) for x in (*entry._leaves, *operands)]
-            else:
+            if isinstance(entry, Attend) and entry._parts is not None:
+                held += [weakref.ref(x) for x in (entry._parts[1], entry._parts[1]._q, entry._parts[1]._out)]
+            segments = () if isinstance(entry, MoeEntry) else (entry,)
+            for part in (entry._parts or ())[::2] if isinstance(entry, Attend) else segments:
+                assert not part.outputs and part._graph is not None
+                held += [weakref.ref(x) for x in (*part._leaves, *part._graph.operands.values())]
+            if isinstance(entry, MoeEntry):
                 held += [weakref.ref(x) for x in (entry.experts, entry.exchange, entry.experts._x)]
-        assert len(held) > (15 if recompute == "full" else 30)
-        del entry, operands
+        assert len(held) > (12 if recompute == "full" else 40)
+        del entry, segments, part
         bundle: Closures = []
         tape.run_backward(back(chunk, left, 10, torch.float32), bundle.extend)
         waiting = sum(ref() is not None for ref in held)

@@ -642,3 +642,31 @@ def test_decay_beyond_max_steps_is_a_planned_continuation() -> None:
 def test_wsd_decays_over_its_last_steps() -> None:
     got = rates(8, type="wsd", warmup_steps=2, decay_steps=4, min_lr=0.2)
     assert got == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+# ---- documents and cut sequences -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 2), (2, 1, 1, 2)], ids=str)
+def test_a_run_over_documents_is_the_same_on_cut_sequences(
+    pool: Pool, corpus: Path, tmp_path: Path, mesh: tuple[int, ...]
+) -> None:
+    """From the corpus to the log, stopped and resumed on one rank. Documents of 41 tokens in windows of 32, so some
+    windows hold a boundary and some none. FLOPs are those of the documents."""
+    sections = {
+        "data": {"sources": [{"path": str(corpus)}], "repeat": True, "document_mask": True},
+        "training": {"max_steps": 6, "sequence_length": 32},
+    }
+    want, cut = train_spec(corpus, **sections), train_spec(corpus, *mesh, **sections)
+    train(pool, want, tmp_path / "one")
+    train(pool, cut, tmp_path / "cut", stop_after=3)
+    train(pool, want, tmp_path / "cut")
+    one, other = (lines(tmp_path / name) for name in ("one", "cut"))
+    assert [row["step"] for row in other] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "grad_norm", "aux_loss"):
+        np.testing.assert_allclose([row[key] for row in other], [row[key] for row in one], rtol=1e-5)
+    ratios = [1e12 * row["tflops_per_device"] / row["tokens_per_second"] for row in one]
+    most = flops_per_token(want.model.config, 32)
+    assert all(flops_per_token(want.model.config, 8) < ratio <= most * (1 + 1e-9) for ratio in ratios)
+    assert min(ratios) < 0.999 * most

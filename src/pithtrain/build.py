@@ -6,6 +6,7 @@ put together here is passed on as values; nothing keeps a reference to the spec.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.init import normal_
 from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype, call, compiled
 from pithtrain.ops.norm import rms_norm
-from pithtrain.ops.router import Balance, forced_order
+from pithtrain.ops.ring import Part, Ring, chunks
+from pithtrain.ops.router import Balance, forced_order, with_sums
 from pithtrain.ops.symmetric import Seat, open_peers, seat, why_not
 from pithtrain.pipeline import Pipeline
 from pithtrain.plan import exchange_rows, partition
@@ -81,11 +83,16 @@ def build(spec: RunSpec, world: World) -> Engine:
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
     built = tuple(_build_stage(spec, world, stage, last, layers[stage], zero, counts_LE) for stage in stages)
     transport = choose_transport(spec, world)
-    lanes = open_lanes(spec, world, symmetric=transport.startswith("symmetric"))
-    traffic = Traffic(config.num_experts, *lanes, dedup=spec.moe.dispatch == "dedup")
-    training = spec.training
-    hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
-    pipeline = Pipeline(world, (built[0], built[1]), traffic, hidden, dtype, spec.num_micro_batches)
+    traffic = Traffic(
+        config.num_experts,
+        *open_lanes(spec, world, symmetric=transport.startswith("symmetric")),
+        dedup=spec.moe.dispatch == "dedup",
+        ring=None if world.cp_group is None else Ring(world.cp_group, world.device),
+        coef=spec.moe.aux_loss_coef,
+    )
+    training, cp = spec.training, world.mesh.cp
+    part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)
+    pipeline = Pipeline(world, (built[0], built[1]), traffic, _hidden(spec), dtype, spec.num_micro_batches, part)
     o = spec.optimizer
     adam = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay)
     return Engine(world, zero, pipeline, adam, dtype, held, counts_LE, transport)
@@ -115,6 +122,12 @@ def open_lanes(spec: RunSpec, world: World, symmetric: bool) -> tuple[Lane, Lane
     return Lane(group, world.device, forward), Lane(world.ep_bwd_group, world.device, backward)
 
 
+def _hidden(spec: RunSpec) -> tuple[int, int, int]:
+    """[mbs, S, H] of a micro-batch on one rank."""
+    training = spec.training
+    return training.micro_batch_size, training.sequence_length // spec.mesh.cp, spec.model.config.hidden_size
+
+
 def initialise(zero: Zero, seed: int) -> None:
     """Masters from (seed, canonical name, global index), moments zero, weights from masters."""
     for one in zero.sharded.values():
@@ -140,22 +153,25 @@ def _build_stage(
     module = load_model(spec.model.architecture)
     wide = accumulate_dtype(compute_dtype(spec, world.device))
     tables = module.rope(config, training.sequence_length, world.device, wide)
-    built = [
-        module.build_layer(config, layer, weights, tables, _balance(spec, layer, counts_LE[layer])) for layer in layers
-    ]
+    built: list[Layer] = []
+    for index in layers:
+        balance = _balance(spec, world, index, counts_LE[index])
+        layer = module.build_layer(config, index, weights, balance)
+        if balance.shared and layer.experts is not None:
+            layer = replace(layer, after=replace(layer.after, fn=partial(with_sums, layer.after.fn)))
+        built.append(layer)
     head = _head(config, weights, training.z_loss_coef) if stage == last else None
     if spec.compile.enabled:
-        hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
-        built, head = compile_regions(built, head, hidden, compute_dtype(spec, world.device))
+        built, head = compile_regions(built, head, _hidden(spec), compute_dtype(spec, world.device), tables)
     embedding = weights[EMBEDDING] if stage == 0 else None
-    return Stage(tuple(built), embedding, head, spec.activation_checkpoint.mode, zero.arrived)
+    return Stage(tuple(built), embedding, head, spec.activation_checkpoint.mode, zero.arrived, tables)
 
 
 def compile_regions(
-    layers: list[Layer], head: Head | None, hidden: tuple[int, int, int], dtype: torch.dtype
+    layers: list[Layer], head: Head | None, hidden: tuple[int, int, int], dtype: torch.dtype, tables: Tensor
 ) -> tuple[list[Layer], Head | None]:
-    """The same layers and head with their regions compiled; experts and edges are ragged and never are. `hidden`:
-    [mbs, S, H].
+    """The same layers and head with their regions compiled. Experts and edges are ragged and never are, nor is
+    attention: its documents are, and its ring waits. `hidden`: [mbs, S, H]. `tables`: rotary.
 
     One graph per kind of region: more than COMPILED_GRAPHS of them, or a graph that breaks, is an error and never a
     silent fall back to eager.
@@ -163,30 +179,40 @@ def compile_regions(
     torch._dynamo.config.recompile_limit = COMPILED_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     compiled_call = torch.compile(call, fullgraph=True, dynamic=False)
-    tokens = (hidden[0] * hidden[1], hidden[2])
+    h, tokens = (hidden, dtype), ((hidden[0] * hidden[1], hidden[2]), dtype)
+    turns = ((2, *hidden[:2], tables.shape[-1]), tables.dtype)
     compiled_layers = [
         replace(
             layer,
-            attend=compiled(layer.attend, compiled_call, dtype, hidden),
-            shared=None if layer.shared is None else compiled(layer.shared, compiled_call, dtype, tokens),
+            before=compiled(layer.before, compiled_call, h, turns),
+            after=compiled(layer.after, compiled_call, h, ((*hidden[:2], layer.core.width), dtype)),
+            shared=None if layer.shared is None else compiled(layer.shared, compiled_call, tokens),
         )
         for layer in layers
     ]
     if head is not None:
-        head = replace(head, norm=compiled(head.norm, compiled_call, dtype, hidden))
+        head = replace(head, norm=compiled(head.norm, compiled_call, h))
     return compiled_layers, head
 
 
-def _balance(spec: RunSpec, layer: int, counts_E: Tensor) -> Balance:
-    training, moe = spec.training, spec.moe
+def _balance(spec: RunSpec, world: World, layer: int, counts_E: Tensor) -> Balance:
+    training, moe, mesh = spec.training, spec.moe, spec.mesh
+    token_T = None
+    if moe.force_load_balance and mesh.cp > 1:
+        whole = torch.arange(training.micro_batch_size * training.sequence_length, device=world.device)
+        rows = whole.view(training.micro_batch_size, -1)
+        own = chunks(training.sequence_length, mesh.cp, world.cp)
+        token_T = torch.cat([rows[:, chunk] for chunk in own], 1).flatten()
     return Balance(
         kind=moe.load_balance_type,
         coef=moe.aux_loss_coef,
         z_coef=moe.z_loss_coef,
         global_tokens=training.global_batch_size * training.sequence_length,
-        sequence_length=training.sequence_length,
+        sequence_length=training.sequence_length // mesh.cp,
         counts_E=counts_E,
         forced_E=forced_order(len(counts_E), layer).to(counts_E.device) if moe.force_load_balance else None,
+        token_T=token_T,
+        shared=mesh.cp > 1 and moe.load_balance_type in ("aux_loss", "seq_aux_loss"),
     )
 
 

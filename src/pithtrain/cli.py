@@ -22,7 +22,7 @@ import typer
 
 from pithtrain import catalog, jobs, rundir, show, slurm, worker
 from pithtrain import submit as starting
-from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
+from pithtrain.errors import DataError, PithtrainError, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.plan import plan as make_plan
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
@@ -83,8 +83,21 @@ def validate(config: Config, overrides: Set = None) -> None:
 @app.command(epilog=example("pithtrain plan configs/tiny.yaml --json"))
 def plan(config: Config, overrides: Set = None, as_json: Json = False) -> None:
     """Numbers before a GPU is asked for: ranks, micro-batches, layers per stage, parameters, FLOPs per token."""
-    numbers = make_plan(load(config, overrides or ()))
+    spec = load(config, overrides or ())
+    numbers = make_plan(spec, _document_length(spec))
     print(json.dumps(numbers.to_dict()) if as_json else numbers.text())
+
+
+def _document_length(spec: RunSpec) -> float | None:
+    """Mean tokens of the corpus's documents; None where they are not kept apart or the corpus is not here."""
+    from pithtrain.corpus import open_corpus
+
+    if not spec.data.document_mask:
+        return None
+    with contextlib.suppress(DataError):
+        corpus = open_corpus(spec.data.sources[0].path)
+        return corpus.num_tokens / corpus.num_documents
+    return None
 
 
 @app.command(epilog=example("pithtrain tokenize notes/ more.jsonl.zst --tokenizer tokenizer.json --output data/notes"))

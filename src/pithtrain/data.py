@@ -2,8 +2,11 @@
 
 All documents of a corpus are one stream of tokens across its shards. Sample i is the window [i*s, i*s + s + 1) of it: s
 tokens, and the same shifted by one as their labels, so neighbouring windows share one token and every token but the
-first is predicted once an epoch. The last (total - 1) % s tokens are left out. Documents are not kept apart; each ends
-in an EOS.
+first is predicted once an epoch. The last (total - 1) % s tokens are left out. Each document ends in an EOS.
+
+With `document_mask` documents are kept apart: the label of a document's last token, its EOS, is ignored, as it would be
+the first token of another text; `documents` says where they begin, from the recorded offsets. A document that a window
+cuts begins anew in the next one. Without the mask a window is one stream and every label counts.
 
 A run reads samples by a global counter 0, 1, 2, ...: `counter = epoch * samples_per_epoch + place`, and the place in
 the epoch is mapped to a sample by a bijection keyed by (seed, epoch). So every sample is read exactly once an epoch,
@@ -16,7 +19,7 @@ inside (less than 4 times on average). It costs about 20 us a sample and no memo
 stored permutation of 10 billion samples would take 80 GB.
 
 Worked example, 10 tokens, s = 4, not shuffled: 2 samples; sample 1 has tokens 4 5 6 7 and labels 5 6 7 8; counter 3 is
-epoch 1, sample 1.
+epoch 1, sample 1. If a document begins at token 6, then with the mask sample 1 has labels 5 -100 7 8 and documents 0 2.
 """
 
 import functools
@@ -31,7 +34,8 @@ from pithtrain.errors import DataError
 from pithtrain.spec import DataSection
 
 ROUNDS = 8  # 4 make a Feistel network look random, more help when its halves are of few bits
-MAPPED_SHARDS = 64  # each holds a file descriptor, of which a process may have as few as 256
+MAPPED_SHARDS = 64  # each holds up to two file descriptors, of which a process may have as few as 256
+IGNORE = -100  # the label of no token, as ops/cross_entropy has it
 
 
 def permute(place: int, size: int, key: bytes) -> int:
@@ -63,6 +67,7 @@ class Dataset:
         self.seed = seed
         self.vocab_size = vocab_size
         self.shuffle = data.shuffle
+        self.document_mask = data.document_mask
         self.epochs = None if data.repeat else data.epochs  # None: as many as are asked for
         path, vocabulary, total = self.corpus.path, self.corpus.vocabulary, self.corpus.num_tokens
         self.samples_per_epoch = (total - 1) // sequence_length
@@ -82,6 +87,7 @@ class Dataset:
             )
         self._starts = np.cumsum([0, *(shard.num_tokens for shard in self.corpus.shards)], dtype=np.int64)
         self._tokens = functools.lru_cache(MAPPED_SHARDS)(self._map)
+        self._offsets = functools.lru_cache(MAPPED_SHARDS)(self._map_offsets)
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +117,8 @@ class Dataset:
         return epoch, permute(place, self.samples_per_epoch, key)
 
     def batch(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens and labels of the samples `first` .. `first + count - 1`: int64 [count, sequence_length] each.
+        """Tokens and labels of the samples `first` .. `first + count - 1`: int64 [count, sequence_length] each. With
+        `document_mask` labels across the end of a document are IGNORE.
 
         Raises DataError beyond the last allowed epoch, when a shard cannot be read, and for an id beyond the model's.
         """
@@ -121,7 +128,28 @@ class Dataset:
         for row in range(count):
             _, sample = self.locate(first + row)
             self._read(sample * s, windows[row])
-        return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        tokens, labels = windows[:, :-1].copy(), windows[:, 1:].copy()  # of one row both would be the same memory
+        if self.document_mask:
+            for row in range(count):
+                labels[row, self._begins(self.locate(first + row)[1] * s + 1, s)] = IGNORE
+        return tokens, labels
+
+    def documents(self, first: int, count: int) -> list[list[int]]:
+        """Where the documents of these samples begin, as far as they lie in them: 0 first. Reads offsets, no token."""
+        s = self.sequence_length
+        starts = (self.locate(counter)[1] * s for counter in range(first, first + count))
+        return [[0, *(1 + place for place in self._begins(start + 1, s - 1))] for start in starts]
+
+    def _begins(self, start: int, length: int) -> list[int]:
+        """At which of the `length` tokens from `start` of the whole stream on a document begins, relative to it."""
+        found: list[int] = []
+        i = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while i < len(self.corpus.shards) and (base := int(self._starts[i])) < start + length:
+            ends = np.array([max(start - base, 0), start + length - base], np.uint64)
+            first, last = np.searchsorted(self._offsets(i)[:-1], ends)
+            found += (base - start + np.unique(self._offsets(i)[first:last]).astype(np.int64)).tolist()
+            i += 1
+        return found
 
     def _read(self, start: int, out: npt.NDArray[np.int64]) -> None:
         """Fills `out` with the tokens from `start` of the whole stream on, across shards."""
@@ -144,3 +172,8 @@ class Dataset:
         shard = self.corpus.shards[i]
         shard.check()
         return shard.tokens()
+
+    def _map_offsets(self, i: int) -> npt.NDArray[np.integer[Any]]:
+        shard = self.corpus.shards[i]
+        shard.check()
+        return shard.offsets()

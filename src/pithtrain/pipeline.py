@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pithtrain.ops.ring import Part
 from pithtrain.schedule import P2P, Action, dualpipev
 from pithtrain.tape import (
     Closures,
@@ -33,10 +34,12 @@ from pithtrain.world import World
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens and labels [mbs, S] int64 on the device; on pipeline rank 0 only."""
+    """tokens and labels [mbs, S] int64 on the device, S positions of this rank; on pipeline rank 0 only. `part`: where
+    its documents are, on every rank; None: each sequence is one stream."""
 
-    tokens: Tensor
-    labels: Tensor
+    tokens: Tensor | None
+    labels: Tensor | None
+    part: Part | None = None
 
 
 @dataclass
@@ -64,13 +67,16 @@ class Pipeline:
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         micro_batches: int,
+        part: Part,
     ):
-        """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. Needs micro_batches >= 2 pp."""
+        """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. `part`: that of micro-batches without their own. Needs
+        micro_batches >= 2 pp."""
         self._world = world
         self._stages = stages
         self._traffic = traffic
         self._hidden_shape = hidden_shape
         self._dtype = dtype
+        self._part = part
         self._actions: list[Action] = dualpipev(world.mesh.pp, world.pp, micro_batches)
         self._last = world.pp == world.mesh.pp - 1
 
@@ -79,8 +85,8 @@ class Pipeline:
         """All forwards and backwards of a step. When it returns, `stats` holds this rank's losses, and the sums of main
         gradients over ranks are in flight (`Zero.grad_norm` waits for them).
 
-        `batches`: one per micro-batch on pipeline rank 0, empty elsewhere. `scale`: one over the valid tokens of the
-        global batch, a device scalar.
+        `batches`: one per micro-batch; empty where this rank has no tokens and no micro-batch a part of its own.
+        `scale`: one over the valid tokens of the global batch, a device scalar.
         """
         step = _Step(batches, scale, stats)
         for action in self._actions:
@@ -109,13 +115,14 @@ class Pipeline:
     def _forward(self, step: _Step, fwd: tuple[int, int]) -> Generator[None, None, tuple[Tensor | None, Tape]]:
         phase, micro_batch = fwd
         stage = self._stages[phase]
-        x = (
-            step.batches[micro_batch].tokens
-            if stage.embedding is not None
-            else step.incoming.pop((f"F{phase}", micro_batch))
-        )
-        labels = Labels(step.batches[micro_batch].labels, step.scale) if stage.head is not None else None
-        return forward(stage, x, self._traffic, labels, step.stats)
+        batch = step.batches[micro_batch] if step.batches else MicroBatch(None, None)
+        x = batch.tokens if stage.embedding is not None else step.incoming.pop((f"F{phase}", micro_batch))
+        labels = None
+        if stage.head is not None:
+            assert batch.labels is not None, "pipeline rank 0 has the labels"
+            labels = Labels(batch.labels, step.scale)
+        assert x is not None, "pipeline rank 0 has the tokens"
+        return forward(stage, x, batch.part or self._part, self._traffic, labels, step.stats)
 
     def _forward_done(self, step: _Step, fwd: tuple[int, int], result: tuple[Tensor | None, Tape]) -> None:
         phase, micro_batch = fwd

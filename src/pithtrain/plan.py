@@ -14,9 +14,18 @@ rank's time leaves few of these states (what is taken is at most ranks x cap, wh
 lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
 
 **Bytes.** What is held from the first step to the last, exactly as `zero` allocates it: whole weights in the compute
-type, whole main gradients, a shard of masters and two moments (these in `optimizer.moments_dtype`). Activations are not
-in it. Where experts may be reached by copy engines, the buffers of that for the worst case beside it (`exchange_rows`,
-`ops/symmetric`).
+type, whole main gradients, a shard of masters and two moments (these in `optimizer.moments_dtype`). Where experts may
+be reached by copy engines, the buffers of that for the worst case beside it (`exchange_rows`, `ops/symmetric`). And,
+about, what forwards keep for their backwards, at the step's fullest moment, when rank r holds 2P - r micro-batches of
+its first stage and r + 1 of its second. A layer keeps of each token of the rank (its chunks alone, with cp; documents
+change nothing)
+
+    none        four times H; what each linear gives, or takes where it gives H; k slots of H and of gate and up
+    selective   the same with the D rows that came in its place of the k slots of H
+    full        H, and D rows of H
+
+with even routing; D is the mean number of ranks that a token visits (ENGINE.md section 5). Transient buffers, the
+logits of the loss and what the allocator loses come on top.
 """
 
 import functools
@@ -101,16 +110,19 @@ class Plan:
     parameters: int
     active_parameters: int  # that one token meets in matrix products
     rank_parameters: tuple[int, ...]  # held whole by a pipeline rank, experts cut over ep
-    flops_per_token: float  # forward and backward, recomputation not counted
+    flops_per_token: float  # forward and backward, recomputation not counted; with documents, as many as can be
+    document_flops_per_token: float | None  # if all documents were of the corpus's mean length: no fewer
+    tokens_per_rank: int  # of a micro-batch: with cp, this rank's chunks of its sequences
     rank_weight_bytes: tuple[int, ...]
     rank_gradient_bytes: tuple[int, ...]
     rank_optimizer_bytes: tuple[int, ...]  # masters and two moments, sharded
     communication_ms: dict[str, float]  # of a rank's step before overlap, uniform routing; empty without slurm.links
     exchange_bytes: int  # of buffers that peers write into, on each rank, if moe.transport is symmetric in the end
+    rank_activation_bytes: tuple[int, ...]  # about, and not in rank_bytes
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """Bytes held all the time by a pipeline rank; activations come on top."""
+        """Bytes held all the time by a pipeline rank; `rank_activation_bytes` come on top."""
         parts = (self.rank_weight_bytes, self.rank_gradient_bytes, self.rank_optimizer_bytes)
         return tuple(sum(each) for each in zip(*parts, strict=True))
 
@@ -130,18 +142,26 @@ class Plan:
         lines = [
             ("run", self.name),
             ("ranks", f"{self.ranks} = pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x ep {mesh.ep}"),
-            ("step", f"{self.micro_batches} micro-batches per data rank, {self.tokens_per_step:,} tokens in all"),
+            (
+                "step",
+                f"{self.micro_batches} micro-batches per data rank, each of {self.tokens_per_rank:,} tokens on a rank, "
+                f"{self.tokens_per_step:,} tokens in all",
+            ),
             *((f"pipeline rank {rank}", self._rank_text(rank)) for rank in range(mesh.pp)),
             ("balance", f"slowest pipeline rank over mean {max(self.rank_time_over_mean):.2f}"),
             ("idle", f"{self.idle_units} of {self.idle_units + self.busy_units} units of one stage's forward"),
             ("experts per rank", f"{self.experts_per_rank}"),
             ("parameters", f"{_short(self.parameters)}, {_short(self.active_parameters)} active in matrix products"),
-            ("per token", f"{_short(self.flops_per_token)}FLOP, forward and backward"),
+            ("per token", self._flops_text()),
             (
                 "bytes per rank",
                 f"{self.rank_bytes[worst] / gib:.2f} GiB at most (weights {self.rank_weight_bytes[worst] / gib:.2f}, "
                 f"main gradients {self.rank_gradient_bytes[worst] / gib:.2f}, masters and moments "
-                f"{self.rank_optimizer_bytes[worst] / gib:.2f}); activations come on top",
+                f"{self.rank_optimizer_bytes[worst] / gib:.2f})",
+            ),
+            (
+                "activations",
+                f"about {max(self.rank_activation_bytes) / gib:.1f} GiB a rank at most; buffers come on top",
             ),
             *self._communication_text(),
             (
@@ -160,9 +180,36 @@ class Plan:
             said = f"{self.exchange_bytes / 2**30:.2f} GiB more per rank where tokens travel by copy engines"
             yield "exchange", said
 
+    def _flops_text(self) -> str:
+        most, least = self.flops_per_token, self.document_flops_per_token
+        if least is None:
+            return f"{_short(most)}FLOP, forward and backward"
+        told = "forward and backward: documents of their mean length, or one a sequence"
+        return f"{_short(least)} to {_short(most)}FLOP, {told}"
+
     def _rank_text(self, rank: int) -> str:
         first, second = self.stage_layers[rank], self.stage_layers[-1 - rank]
         return f"layers {_span(first)} and {_span(second)}, {_short(self.rank_parameters[rank])} parameters"
+
+
+def _kept(config: ModelConfig, mode: str, ep: int, narrow: int) -> list[float]:
+    """About so many bytes of a token each layer keeps until its backward."""
+    hidden, k, experts = config.hidden_size, config.num_experts_per_tok, config.num_experts
+    visited = ep * (1 - math.comb(experts - experts // ep, k) / math.comb(experts, k))
+    kept = [0.0] * config.num_hidden_layers
+    for layer in range(len(kept)):
+        kept[layer] += hidden * (1 if mode == "full" else 4)
+        if config.is_moe(layer):  # with ep = 1 the rows are an input that is kept anyway
+            rows = visited if ep > 1 or mode == "full" else 0
+            kept[layer] += hidden * (k if mode == "none" else rows)
+    for p in config.parameters() if mode != "full" else ():
+        if p.layer is not None and p.decay:
+            out, into = p.shape[-2:]
+            if p.kind == "dense":
+                kept[p.layer] += into if out == hidden else out
+            elif p.name.endswith("gate_up_proj"):
+                kept[p.layer] += k * out
+    return [narrow * each for each in kept]
 
 
 def _span(layers: tuple[int, ...]) -> str:
@@ -185,7 +232,7 @@ def exchange_rows(spec: RunSpec) -> tuple[int, tuple[int, int]]:
     slots = min(config.num_experts_per_tok, config.num_experts // ep)
     copies, carried = (1, slots) if spec.moe.dispatch == "dedup" else (slots, 1)
     narrow = 4 if training.compute_dtype == "float32" else 2
-    rows = ep * training.micro_batch_size * training.sequence_length * copies
+    rows = ep * training.micro_batch_size * training.sequence_length // spec.mesh.cp * copies
     return rows, (config.hidden_size * narrow, 8 * carried)  # an id and a weight of 4 bytes per slot
 
 
@@ -204,7 +251,7 @@ def communication(spec: RunSpec, moe_layers: int) -> dict[str, float]:
     """
     config, training, mesh, links = spec.model.config, spec.training, spec.mesh, spec.slurm.links
     experts, k, tokens = config.num_experts, config.num_experts_per_tok, training.micro_batch_size
-    tokens *= training.sequence_length
+    tokens *= training.sequence_length // mesh.cp
     _, (row, record) = exchange_rows(spec)
     found: dict[str, float] = {}
     link = links.copy_engine if _may_copy(spec) and links.copy_engine else links.all_to_all
@@ -220,8 +267,10 @@ def communication(spec: RunSpec, moe_layers: int) -> dict[str, float]:
     return found
 
 
-def plan(spec: RunSpec) -> Plan:
-    """The numbers of a validated spec."""
+def plan(spec: RunSpec, document_length: float | None = None) -> Plan:
+    """The numbers of a validated spec. `document_length`: mean tokens of the corpus's documents, where they are known
+    and kept apart. Work grows with their squares, so documents of one length have the least of any with that mean.
+    """
     config, mesh, training = spec.model.config, spec.mesh, spec.training
     stages = partition(config, mesh.pp, training.sequence_length)
     owner = {layer: min(s, 2 * mesh.pp - 1 - s) for s, layers in enumerate(stages) for layer in layers}
@@ -250,6 +299,13 @@ def plan(spec: RunSpec) -> Plan:
         optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
     cut = [stages[rank] + stages[-1 - rank] for rank in range(mesh.pp)]
     rows, row_bytes = exchange_rows(spec)
+    kept = _kept(config, spec.activation_checkpoint.mode, mesh.ep, narrow)
+    tokens = training.micro_batch_size * training.sequence_length // mesh.cp
+    live = [(2 * mesh.pp - rank, rank + 1) for rank in range(mesh.pp)]  # micro-batches of either stage
+    activations = [
+        tokens * sum(n * sum(kept[i] for i in stages[s]) for n, s in zip(live[rank], (rank, -1 - rank), strict=True))
+        for rank in range(mesh.pp)
+    ]
     return Plan(
         name=spec.name,
         ranks=spec.world_size,
@@ -265,9 +321,14 @@ def plan(spec: RunSpec) -> Plan:
         active_parameters=active_parameters(config),
         rank_parameters=tuple(held),
         flops_per_token=flops_per_token(config, training.sequence_length),
+        document_flops_per_token=None
+        if document_length is None
+        else flops_per_token(config, min(max(1, int(document_length)), training.sequence_length)),
+        tokens_per_rank=tokens,
         rank_weight_bytes=tuple(weights),
         rank_gradient_bytes=tuple(gradients),
         rank_optimizer_bytes=tuple(optimizer),
         communication_ms=communication(spec, max(sum(map(config.is_moe, held)) for held in cut)),
         exchange_bytes=4 * rows * sum(row_bytes) if _may_copy(spec) else 0,  # two sets for either direction
+        rank_activation_bytes=tuple(map(int, activations)),
     )

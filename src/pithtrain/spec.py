@@ -120,7 +120,7 @@ class ParallelismSection(Strict):
 
     pipeline_parallel_size: Positive = _key(1, "pp, ranks of a pipeline, two stages each")
     expert_parallel_size: Positive = _key(1, "ep, ranks that share the experts of a layer")
-    context_parallel_size: Positive = _later(1, "cp, ranks that share a sequence")
+    context_parallel_size: Positive = _key(1, "cp, ranks that share a sequence, each two chunks of 2 cp")
 
     def mesh(self, world_size: int) -> Mesh:
         """The grid of so many ranks; smaller than the world where these sizes do not divide it."""
@@ -222,7 +222,11 @@ class DataSection(Strict):
 
     sources: tuple[DataSource, ...] = Field(strict=False, description="corpora to draw from")
     tokenizer: Location | None = _key(None, "tokenizer.json the corpus must have been made with")
-    document_mask: bool = _later(False, "tokens see their own document only")
+    document_mask: bool = _key(
+        True,
+        "tokens see their own document alone, from position 0 on, and nothing is predicted across its end. On, since "
+        "what stands before a document by chance tells nothing of it, and costs work. Off: one stream",
+    )
     shuffle: bool = _key(True, "a new order each epoch, a function of (seed, epoch)")
     epochs: Positive = _key(1, "passes over the corpus; a run that needs more is refused")
     repeat: bool = _key(False, "as many passes as max_steps needs, instead of epochs")
@@ -469,8 +473,13 @@ def _check_experts(parallelism: ParallelismSection, model: ModelSection) -> Prob
         yield Problem("parallelism.expert_parallel_size", ep, rule, f"{fits} work")
 
 
-def _check_sequence(training: TrainingSection, model: ModelSection) -> Problems:
+def _check_sequence(training: TrainingSection, model: ModelSection, parallelism: ParallelismSection) -> Problems:
     length, longest = training.sequence_length, model.config.max_position_embeddings
+    cp, cut = parallelism.context_parallel_size, 2 * parallelism.context_parallel_size
+    if cp > 1 and length % cut:
+        rule = f"must be a multiple of 2 x context_parallel_size {cp} = {cut}: every rank holds two chunks"
+        near = " or ".join(str(n * cut) for n in (length // cut, length // cut + 1) if n)
+        yield Problem("training.sequence_length", length, rule, f"nearest: {near}")
     if longest is not None and length > longest:
         yield Problem("training.sequence_length", length, f"must be at most model.max_position_embeddings = {longest}")
 

@@ -12,7 +12,8 @@ overlapped pair alternates two, backward first (`overlap`). Per MoE layer, forwa
     5     B    X'(l), W(E(l)), W(X(l))                               DISPATCH(j), DISPATCH'(l)
     6     F    E(j)                                COMBINE(j)        DISPATCH'(l)
 
-A: attention and router; X: shared experts; E: routed experts; ': backward for inputs; W: weight gradients.
+A: attention (with its ring: `ops/ring`) and router; X: shared experts; E: routed experts; ': backward for inputs;
+W: weight gradients.
 A backward yields the weight-gradient closures that have become ready; the driver runs them or puts them aside.
 
 What is kept from a forward to its backward, by `Stage.recompute`, and what Qwen3-30B-A3B keeps at ep = 8 (ep = 1) in
@@ -26,7 +27,7 @@ Edges never run again, nor does the last norm, which keeps its input anyway. A r
 waits for, so it hides COMBINE' (E) and DISPATCH' (A).
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,7 +39,8 @@ from pithtrain.ops.cross_entropy import linear_cross_entropy
 from pithtrain.ops.dispatch import Edge, Lane, open_exchange
 from pithtrain.ops.experts import ExpertSegment, Recompute
 from pithtrain.ops.linear import Region, Segment, Weight, WeightGrad
-from pithtrain.ops.router import Routing
+from pithtrain.ops.ring import Attention, Part, Ring
+from pithtrain.ops.router import Routing, shares
 
 Closures = list[WeightGrad]
 RunClosures = Callable[[Closures], None]
@@ -58,23 +60,28 @@ class Head:
 @dataclass(frozen=True)
 class Stage:
     """One stage's part of the model on this rank; `embedding` on stage 0 and `head` on stage 2P-1. `recompute`: what
-    its backward computes again. `arrived`: waits for the weights of a layer, or of a name (`Zero.arrived`)."""
+    its backward computes again. `arrived`: waits for the weights of a layer, or of a name (`Zero.arrived`). `tables`
+    [2, positions, D / 2]: rotary, where there are layers."""
 
     layers: tuple[Layer, ...]
     embedding: Weight | None
     head: Head | None
     recompute: Recompute = "none"
     arrived: Callable[[int | str], None] = lambda unit: None
+    tables: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """How tokens reach experts: the number of experts, one lane per direction, and whether to deduplicate."""
+    """How tokens reach experts: the number of experts, one lane per direction, and whether to deduplicate; and keys
+    their queries: the ring, where sequences are cut. `coef`: of a balance loss whose sets are cut too."""
 
     num_experts: int
     forward: Lane
     backward: Lane
     dedup: bool
+    ring: Ring | None = None
+    coef: float = 0.0
 
 
 @dataclass
@@ -102,29 +109,72 @@ class Labels:
     scale: Tensor
 
 
+class Attend:
+    """The A of one layer: `before`, attention and `after`, with the interface of a Segment. Without `keep` it leaves h
+    and runs again as a whole, its ring too."""
+
+    def __init__(self, layer: Layer, h: Tensor, turns: Tensor, part: Part, ring: Ring | None, keep: bool):
+        self._given = layer, h, turns, part, ring
+        self._parts: tuple[Segment, Attention, Segment] | None = None
+        after = self._run(keep)
+        self.outputs, self.extra = after.take(), after.extra
+
+    def _run(self, keep: bool, *ids_TK: Tensor) -> Segment:
+        layer, h, turns, part, ring = self._given
+        before = Segment(layer.before, h, given=(turns,), keep=keep)
+        attention = Attention(layer.core, part, ring, *before.take())
+        after = Segment(layer.after, h, attention.out, given=ids_TK, keep=keep)
+        if keep:
+            self._parts = before, attention, after
+        return after
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The outputs, which from now on the caller alone keeps."""
+        outputs, self.outputs = self.outputs, ()
+        return outputs
+
+    def rerun(self) -> None:
+        """As a Segment's."""
+        if self._parts is None:
+            self._run(True, *(() if self.extra is None else (self.extra.ids_TK,))).take()
+
+    def backward(self, grads: Sequence[Tensor], ready: list[WeightGrad]) -> list[Tensor]:
+        """[dh]. Releases everything."""
+        self.rerun()
+        assert self._parts is not None
+        before, attention, after = self._parts
+        del self._parts, self._given
+        dh, dout = after.backward(grads, ready)
+        del after
+        [through] = before.backward(attention.backward(dout, ready), ready)
+        return [dh + through]
+
+
 @dataclass(frozen=True)
 class MoeEntry:
-    """What the backward of one MoE layer needs beside its attention segment."""
+    """What the backward of one MoE layer needs beside its A. `dsums`: gradients of what A gave beside mid, n and w."""
 
     experts: ExpertSegment
     shared: Segment | None
     exchange: Edge
+    dsums: tuple[Tensor, ...]
 
 
 @dataclass
 class Tape:
-    """What a stage's forward leaves for its backward, in order: a Segment, or a MoeEntry after its layer's Segment.
+    """What a stage's forward leaves for its backward, in order: an Attend, a MoeEntry after its layer's, the last norm.
     `ids`: the tokens of an embedding. `start`: dh at the end of the last stage, where the loss has gradient 1."""
 
-    entries: list[Segment | MoeEntry]
+    entries: list[Attend | MoeEntry | Segment]
     ids: Tensor | None
     start: Tensor | None
 
 
 def forward(
-    stage: Stage, x: Tensor, traffic: Traffic, labels: Labels | None, stats: Stats
+    stage: Stage, x: Tensor, part: Part, traffic: Traffic, labels: Labels | None, stats: Stats
 ) -> Generator[None, None, tuple[Tensor | None, Tape]]:
-    """x: token ids [B, S] on stage 0, else hidden states [B, S, H]. Returns (hidden states to send or None, tape)."""
+    """x: token ids [B, S] on stage 0, else hidden states [B, S, H]; `part`: which positions they are. Returns (hidden
+    states to send or None, tape)."""
     tape = Tape([], x if stage.embedding is not None else None, None)
     if stage.embedding is None:
         h = x
@@ -133,15 +183,20 @@ def forward(
         h = stage.embedding.data[x]
     keep = stage.recompute != "full"
     gathers_again = stage.recompute != "none"  # and so reads received rows later
+    turns = torch.empty(0) if stage.tables is None else stage.tables[:, part.positions_BS]
     for layer in stage.layers:
         stage.arrived(layer.index)
-        a = Segment(layer.attend, h, keep=keep)
+        a = Attend(layer, h, turns, part, traffic.ring, keep)
         tape.entries.append(a)
         if layer.experts is None:
             (h,) = a.take()
             continue
-        mid, n, w = a.take()
+        mid, n, w, *sums = a.take()
         routing: Routing = a.extra
+        summing = None  # of counts over the ranks that share a set of tokens
+        if sums:
+            assert traffic.ring is not None and routing.counts_NE is not None
+            summing = traffic.ring.sum(routing.counts_NE)
         stats.routed(layer.index, routing)
         exchange = open_exchange(routing.ids_TK, traffic.num_experts, traffic.forward, traffic.backward, traffic.dedup)
         exchange.launch_counts()
@@ -153,7 +208,14 @@ def forward(
         experts = ExpertSegment(layer.experts, stage.recompute)
         exchange.launch_combine(experts.forward(exchange.received(gathers_again)))
         yield  # COMBINE in flight
-        tape.entries.append(MoeEntry(experts, shared, exchange))
+        dsums: tuple[Tensor, ...] = ()
+        if summing is not None:
+            summing.wait()
+            assert routing.counts_NE is not None
+            share_NE = shares(routing.counts_NE, sums[0].dtype)
+            stats.balance_L[layer.index] += (sums[0] * share_NE).sum()
+            dsums = (traffic.coef * share_NE,)
+        tape.entries.append(MoeEntry(experts, shared, exchange, dsums))
         h = exchange.combined(mid.flatten(0, 1), None if shared is None else shared.take()[0]).view_as(mid)
     if stage.head is None:
         return h, tape
@@ -184,7 +246,7 @@ def backward(stage: Stage, tape: Tape, dh: Tensor | None) -> Generator[Closures,
     tape.start = dh = start = None  # released with the first segment
     while tape.entries:
         entry = tape.entries.pop()
-        if isinstance(entry, Segment):
+        if not isinstance(entry, MoeEntry):
             grads = entry.backward(grads, ready)
             continue
         [grad] = grads
@@ -198,9 +260,9 @@ def backward(stage: Stage, tape: Tape, dh: Tensor | None) -> Generator[Closures,
         dn = None if entry.shared is None else entry.shared.backward([dh_TH], ready)[0]
         yield _take(ready)
         attend = tape.entries[-1]
-        assert isinstance(attend, Segment), "the segment of this layer lies below"
+        assert isinstance(attend, Attend), "the A of this layer lies below"
         attend.rerun()
-        grads = [grad, *exchange.returned_t(dn)]
+        grads = [grad, *exchange.returned_t(dn), *entry.dsums]
     [grad] = grads
     if tape.ids is not None:
         assert stage.embedding is not None

@@ -17,6 +17,7 @@ begins a small all-reduce of the flags on the CPU and reads its answer when it e
 acts on a request at the end of the step after the one that it arrived in, at the latest.
 """
 
+import itertools
 import math
 import re
 import resource
@@ -41,6 +42,7 @@ from pithtrain.events import Events, Metrics, layer_load
 from pithtrain.models.contract import flops_per_token
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.ops.ring import Part, chunks, to_device
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir, read_lines
 from pithtrain.spec import LrSchedulerSection, RunSpec
@@ -68,7 +70,8 @@ class StepResult:
 
     stats: Stats
     norm: Tensor
-    skipped: Tensor
+    skipped: Tensor  # 1 where the norm was not finite
+    empty: Tensor  # whether no token of the global batch had a label: then nothing is trained
 
 
 def run(spec: RunSpec, run_dir: RunDir, place: Place, watch: Watch) -> Outcome:
@@ -111,7 +114,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         for kind, fields in preflight.judge(report, run_dir.name):
             events.event(kind, **fields)
     dataset = None
-    if world.pp == 0:  # has the embedding and the loss: no other rank needs a token
+    if world.pp == 0 or spec.data.document_mask:  # has the embedding and the loss; documents are every rank's
         dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
     watch.enter("init", 0)
     engine = build(spec, world)
@@ -134,7 +137,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
             events.event("warning", message=f"moe.force_load_balance: tokens go round robin, so {NOTHING_SAVED}")
 
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
-    meter = _Meter(torch.zeros(2, device=world.device), z_L)
+    meter = _Meter(torch.zeros(3, device=world.device), z_L)
     keys = spec.checkpoint
     saver = Saver(
         run_dir.checkpoints,
@@ -180,10 +183,14 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         log_due = last or step % spec.logging.interval == 0
         save_due = last or requested or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
         if log_due or save_due:
-            count, first = meter.skips.tolist()
+            count, first, empty = meter.skips.tolist()
+            if empty and events is not None:
+                told = f"no token had a label in {empty:.0f} of the steps up to {step}: those updates were left out"
+                events.event("warning", message=told)
+            meter.skips[2] = 0
             saves.step_s = (time.perf_counter() - meter.since) / meter.steps
             if log_due or count:
-                _log(spec, world, events, meter, position, lr, result)
+                _log(spec, world, events, meter, position, lr, result, _flops(spec, batches))
                 meter.restart()
             if count:
                 saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
@@ -330,20 +337,23 @@ def _export(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None,
 
 
 def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: float) -> StepResult:
-    """One optimizer step over the global batch. `batches`: this data rank's, on pipeline rank 0; empty elsewhere."""
+    """One optimizer step over the global batch. `batches`: this data rank's (`read_batches`)."""
     world, zero, config = engine.world, engine.zero, spec.model.config
     stats = new_stats(config.num_hidden_layers, config.num_experts, world.device, accumulate_dtype(engine.dtype))
     zero.begin_step(spec.num_micro_batches)
-    engine.pipeline.step(batches, loss_scale(batches, engine), stats)
+    scale = loss_scale(batches, engine)
+    empty = scale == 0  # no update then: balance losses and weight decay alone would train something else
+    engine.pipeline.step(batches, scale, stats)
     counts_LE = all_reduce_sum(stats.counts_LE.clone(), world.dense_group)  # integers: alike on every mesh
-    norm = zero.grad_norm(0 * stats.z_L.sum())  # NaN if a router's logits were not finite: gradients need not show it
+    # NaN if a router's logits were not finite, which gradients need not show, or if nothing is to be learnt
+    norm = zero.grad_norm(torch.where(empty, math.nan, 0 * stats.z_L.sum()))
     skipped = zero.update(engine.adam, lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate)
     engine.counts_LE.copy_(torch.where(skipped > 0, engine.counts_LE, counts_LE))
-    return StepResult(stats, norm, skipped)
+    return StepResult(stats, norm.where(~empty, 0.0), skipped * ~empty, empty)
 
 
 def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
-    """One over the valid tokens of the global batch, a device scalar; 0 if there is none, so that nothing is trained.
+    """One over the valid tokens of the global batch, a device scalar, the same on all ranks; 0 if there is none.
 
     Summed over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of
     the step before, and a sum on them would wait for all of these.
@@ -351,7 +361,8 @@ def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
     world = engine.world
     valid = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
-        valid += (batch.labels != IGNORE).sum()
+        if batch.labels is not None:
+            valid += (batch.labels != IGNORE).sum()
     valid = world.sum(valid)
     return torch.where(valid > 0, 1 / valid, 0.0).to(accumulate_dtype(engine.dtype))
 
@@ -360,18 +371,23 @@ def read_batches(dataset: Dataset | None, spec: RunSpec, world: World, samples: 
     """This data rank's micro-batches of the step that begins after `samples` sequences.
 
     Micro-batch a of data rank d holds the sequences samples + (a * data_size + d) * mbs + [0, mbs): which sequences
-    share a micro-batch does not depend on the mesh.
+    share a micro-batch does not depend on the mesh. A cp rank has its own chunks of them, tokens and labels on pipeline
+    rank 0 alone, documents everywhere.
     """
     if dataset is None:
         return []
-    mbs = spec.training.micro_batch_size
+    mbs, length, cp = spec.training.micro_batch_size, spec.training.sequence_length, world.mesh.cp
+    own = chunks(length, cp, world.cp)
     batches: list[MicroBatch] = []
     for a in range(spec.num_micro_batches):
         first = samples + (a * world.data_size + world.data_rank) * mbs
-        tokens, labels = (torch.from_numpy(x) for x in dataset.batch(first, mbs))
-        if world.device.type == "cuda":
-            tokens, labels = (x.pin_memory().to(world.device, non_blocking=True) for x in (tokens, labels))
-        batches.append(MicroBatch(tokens, labels))
+        part = tokens = labels = None
+        if dataset.document_mask:
+            part = Part(mbs, length, world.device, cp, world.cp, dataset.documents(first, mbs))
+        if world.pp == 0:
+            whole = (torch.from_numpy(x) for x in dataset.batch(first, mbs))  # labels are shifted before the cut
+            tokens, labels = (to_device(torch.cat([x[:, c] for c in own], 1), world.device) for x in whole)
+        batches.append(MicroBatch(tokens, labels, part))
     return batches
 
 
@@ -484,7 +500,7 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
         "sequence_length": spec.training.sequence_length,
     }
     about["tokenizer_path"] = str(spec.data.tokenizer) if spec.data.tokenizer else None
-    if dataset is not None:  # the ranks of the first stage
+    if dataset is not None:  # the ranks of the first stage, at least
         about["tokenizer"] = dataset.fingerprint
     return about
 
@@ -492,7 +508,7 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
 @dataclass
 class _Meter:
     """What adds up: clocks between two log lines, on the host; skipped steps since the start, on the device: how many,
-    and which was the first, with the z of its routers on this rank."""
+    and which was the first, with the z of its routers on this rank; and steps without a label since the last line."""
 
     skips: Tensor
     z_L: Tensor
@@ -510,9 +526,9 @@ class _Meter:
 
     def stepped(self, step: int, result: StepResult) -> None:
         self.steps += 1
-        count, first = self.skips
+        count, first, empty = self.skips
         is_first = (result.skipped > 0) & (count == 0)
-        self.skips = torch.stack((count + result.skipped, torch.where(is_first, step, first)))
+        self.skips = torch.stack((count + result.skipped, torch.where(is_first, step, first), empty + result.empty))
         self.z_L = torch.where(is_first, result.stats.z_L, self.z_L)
 
 
@@ -524,10 +540,27 @@ def _first_bad_router(z_L: Tensor, world: World) -> str:
     return world.from_rank_zero("" if layer is None else f" (non-finite router logits, layer {layer}, rank {ranks})")
 
 
+def _flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
+    """FLOPs per token, as the documents of the last micro-batch have it."""
+    config, length = spec.model.config, spec.training.sequence_length
+    part = batches[-1].part if batches else None
+    if part is None or part.documents is None:
+        return flops_per_token(config, length)
+    lengths = [b - a for starts in part.documents for a, b in itertools.pairwise((*starts, length))]
+    return sum(n * flops_per_token(config, n) for n in lengths) / sum(lengths)
+
+
 def _log(
-    spec: RunSpec, world: World, events: Events | None, meter: _Meter, position: Position, lr: float, result: StepResult
+    spec: RunSpec,
+    world: World,
+    events: Events | None,
+    meter: _Meter,
+    position: Position,
+    lr: float,
+    result: StepResult,
+    flops: float,
 ) -> None:
-    """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
+    """Write the line of a step on rank 0, which waits for the device; a collective of all ranks. `flops`: per token."""
     config, training = spec.model.config, spec.training
     stats, layers = result.stats, config.num_hidden_layers
     sums = stats.loss.view(1), stats.head_z.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
@@ -545,7 +578,7 @@ def _log(
     balanced = bool(moe) and spec.moe.load_balance_type != "none"
     tokens_per_step = training.global_batch_size * training.sequence_length
     rate = meter.steps * tokens_per_step / elapsed
-    flops = rate * flops_per_token(config, training.sequence_length) / world.mesh.size
+    flops = rate * flops / world.mesh.size
     peak = _peak_flops(world.device)
     line = Metrics(
         step=position.step,

@@ -5,6 +5,7 @@ flight at the same time has a communicator of its own (ENGINE.md section 1):
 
     pp              activations and their gradients, point to point
     ep_fwd, ep_bwd  expert exchange forward and backward: the same ranks twice
+    cp              keys and values round the ranks that share a sequence, counts of its routers
     dense           ranks that share the dense parameters of a stage: dp x cp x ep
     expert          ranks that share the same experts: dp x cp
     control         all ranks, on CPU: flags, checkpoint agreement
@@ -65,6 +66,7 @@ class World:
     pp_group: Group
     ep_fwd_group: Group
     ep_bwd_group: Group
+    cp_group: Group
     dense_group: Group
     expert_group: Group
 
@@ -220,6 +222,10 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
         pp, _, _, ep = mesh.coords(rank)
         return pp, ep
 
+    def all_but_cp(rank: int) -> tuple[int, ...]:
+        pp, dp, _, ep = mesh.coords(rank)
+        return pp, dp, ep
+
     return World(
         mesh=mesh,
         rank=place.rank,
@@ -235,6 +241,7 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
         pp_group=group(lambda rank: mesh.coords(rank)[1:]),
         ep_fwd_group=group(lambda rank: mesh.coords(rank)[:3]),
         ep_bwd_group=group(lambda rank: mesh.coords(rank)[:3]),
+        cp_group=group(all_but_cp),
         dense_group=group(lambda rank: mesh.coords(rank)[:1]),
         expert_group=group(stage_and_ep),
     )

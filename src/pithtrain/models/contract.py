@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # this page is read where there is no torch
 
     from pithtrain.ops.experts import Experts
     from pithtrain.ops.linear import Region, Weight
+    from pithtrain.ops.ring import Core
     from pithtrain.ops.router import Balance
 
 
@@ -261,12 +262,16 @@ def active_parameters(config: ModelConfig) -> int:
 class Layer:
     """What `model.build_layer` returns: a layer as the regions between its communication edges.
 
-    `attend`: h [B, S, H] -> (mid [B, S, H], n [T, H], weights [T, K]) and a `Routing`; without experts h -> (h',).
+    `before`: h [B, S, H] and the rotary table's rows of its positions [2, B, S, D / 2] -> (q, and what keys and values
+    are made of), heads apart. `core`: the attention between them. `after`: h and its output [B, S, heads * width] ->
+    (mid [B, S, H], n [T, H], weights [T, K]) and a `Routing`; without experts (h',).
     `shared`: n [T, H] -> (x [T, H],), experts that every token visits, or None. `experts`: this rank's routed ones.
     """
 
     index: int
-    attend: "Region"
+    before: "Region"
+    core: "Core"
+    after: "Region"
     shared: "Region | None"
     experts: "Experts | None"
 
@@ -275,12 +280,10 @@ class ModelModule(Protocol):
     """What a folder's `model.py` defines; `config` is an instance of its own Config."""
 
     def rope(self, config: Any, length: int, device: "torch.device", dtype: "torch.dtype") -> "Tensor":
-        """Position tables of a run, for `build_layer`; `dtype` is the accumulate dtype."""
+        """Rotary tables [2, length, D / 2] of a run; `dtype` is the accumulate dtype."""
         ...
 
-    def build_layer(
-        self, config: Any, index: int, weights: "Mapping[str, Weight]", tables: "Tensor", balance: "Balance"
-    ) -> Layer:
+    def build_layer(self, config: Any, index: int, weights: "Mapping[str, Weight]", balance: "Balance") -> Layer:
         """Layer `index` over this rank's weights, found by their canonical names."""
         ...
 

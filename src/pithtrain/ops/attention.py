@@ -1,34 +1,39 @@
-"""Causal attention with grouped heads, a sliding window and sinks: one function, the device decides the kernels.
+"""Attention kernels: pairs of a forward and a backward of one signature, and the sink identity. `ring` calls them.
 
 | case | kernels |
 |---|---|
-| CUDA, bf16: full causal | `F.scaled_dot_product_attention`, which takes cuDNN on Hopper, MLA's heads (192 / 128) too |
-| the same with sinks | cuDNN's forward and backward ops |
-| a window; or anything, where torch is asked to be deterministic | the flash ops |
-| a CPU; fp32 and float64 anywhere | the plain pair: it writes the S x S scores, again in backward |
+| CUDA, bf16: blocks of a fixed shape, full or causal | cuDNN's ops, which take grouped heads and MLA's 192 / 128 |
+| a window, documents, ragged blocks; or anything, where torch is asked to be deterministic | the flash ops |
+| a CPU; fp32 and float64 anywhere | the plain pair: it writes the scores of a block, again in backward |
 
-No kernel here knows sinks, and none needs to. A pair of kernels without them is
+No kernel here knows sinks or other blocks, and none needs to. A pair is
 
-    forward(q, k, v, scale, window) -> (out, lse)          lse [B, Hq, S]: the log of the softmax denominator
-    backward(dout, q, k, v, out, lse, scale, window) -> (dq, dk, dv)
+    forward(q, k, v, scale, sight) -> (out, lse)          lse [B, Hq, Sq]: the log of the softmax denominator
+    backward(dout, q, k, v, out, lse, scale, sight) -> (dq, dk, dv)
 
 and all that its backward takes from the softmax, with scores z, is
 
     p = exp(z - lse);   delta = rowsum(dO * O);   dz = p * (dO V^T - delta)
 
-A sink is a logit b per head in the denominator alone, so from (O0, lse0) of the forward
+So a backward may be given the (O, lse) of more than its own keys, and the gradients are those within the larger
+softmax. Keys in several blocks: every block's backward takes the combined (O, lse). A sink is a logit b per head in the
+denominator alone, so from (O0, lse0) without it
 
     lse = logaddexp(lse0, b);   O = O0 exp(lse0 - lse);   db = -sum over batch and queries of exp(b - lse) delta
 
-and the same backward, called with (O, lse), is that of attention with sinks. Keys in several blocks work alike: the
-gradients of a block follow from the lse over all. K and V are never repeated: every kernel reads grouped heads.
+and the same backward, called with (O, lse). K and V are never repeated: every kernel reads grouped heads.
 
-Legend: B sequences, S positions, Hq query and Hkv key/value heads, Dk and Dv widths.
+Documents (`Packed`): the positions of all sequences as one row, cut where documents end. Work is proportional to the
+sum of squared lengths. Their number changes with every batch, so no compiled region sees them.
+
+Legend: B sequences, Sq and Sk positions of queries and keys, Hq query and Hkv key/value heads, Dk and Dv widths.
 """
 
+import itertools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,86 +60,65 @@ def require_cudnn(device: torch.device) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Where documents begin and end in the B * S positions of a block, which queries and keys share."""
+
+    bounds: tuple[int, ...]  # 0, ..., B * S
+    on_device: Tensor  # the same, int32
+    longest: int
+
+
+class Sight(NamedTuple):
+    """Which keys of its block a query sees. Query i of Sq stands at key i + Sk - Sq."""
+
+    causal: bool = True  # none behind it
+    window: int | None = None  # the last so many up to its own place
+    packed: Packed | None = None  # those of its document alone
+
+
 class Kernels(NamedTuple):
-    """A forward and a backward without sinks; all of one signature, tensors [B, S, heads, width], lse [B, Hq, S]."""
+    """A forward and a backward without sinks; tensors [B, S, heads, width], lse [B, Hq, Sq]."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, float, int | None], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], tuple[Tensor, Tensor, Tensor]
-    ]
+    forward: Callable[[Tensor, Tensor, Tensor, float, Sight], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Sight], tuple[Tensor, Tensor, Tensor]]
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """Causal attention. q [B, S, Hq, Dk], k [B, S, Hkv, Dk], v [B, S, Hkv, Dv] -> [B, S, Hq, Dv].
-
-    Query head h reads key/value head `h // (Hq / Hkv)`. `window`: keys that a query sees, its own included. `sinks`
-    [Hq] fp32: a logit per head in the denominator alone.
-    """
-    assert window is None or window > 0, f"a window of {window} keys: a query sees at least its own"
-    if window is not None and window >= q.shape[1]:
-        window = None
-    kernels = _kernels(q, window)
-    if kernels is CUDNN and sinks is None:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
-    return with_sinks(kernels, q, k, v, scale, window, sinks)
-
-
-def with_sinks(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None
-) -> Tensor:
-    """Attention by a given pair, as `attention`. A row that sees nothing is zero and has no gradient."""
-    return _Attention.apply(kernels, q, k, v, scale, window, sinks)  # pyright: ignore[reportReturnType]
-
-
-def _kernels(q: Tensor, window: int | None) -> Kernels:
+def kernels_for(q: Tensor, sight: Sight, ragged: bool = False) -> Kernels:
+    """`ragged`: the shapes of this call are those of one batch; cuDNN would make a plan for each, 20 to 40 ms."""
     if not has_kernel(q):
         return PLAIN
-    return CUDNN if window is None and not torch.are_deterministic_algorithms_enabled() else FLASH
+    fixed = sight.window is None and sight.packed is None and not ragged
+    return CUDNN if fixed and not torch.are_deterministic_algorithms_enabled() else FLASH
 
 
-class _Attention(torch.autograd.Function):
-    """Saves its inputs, the output and one number per query and head."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Kernels,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        out, lse = kernels.forward(q, k, v, scale, window)
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out.mul_((lse - total).exp_().transpose(1, 2).unsqueeze(-1))  # in fp32; `out` was rounded once before
-            lse = total
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.kernels, ctx.scale, ctx.window = kernels, scale, window
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        dq, dk, dv = ctx.kernels.backward(grads[0], q, k, v, out, lse, ctx.scale, ctx.window)
-        if sinks is None:
-            return None, dq, dk, dv, None, None, None
-        delta_BHS = (grads[0].to(lse.dtype) * out).sum(-1).transpose(1, 2)
-        dsinks = -((sinks.to(lse.dtype)[:, None] - lse).exp_() * delta_BHS).sum((0, 2))
-        return None, dq, dk, dv, None, None, dsinks.to(sinks.dtype)
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with a logit per query head, sinks [Hq] fp32, in the denominator. `out` is changed in place; a bf16
+    one was rounded once before, and is again."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out.mul_((lse - total).exp_().transpose(1, 2).unsqueeze(-1))
+    return out, total
 
 
-# ---- plain: the rows of a key head are all queries of its group, [B, Hkv, Hq / Hkv * S, width] -----------------------
+def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[Hq] from the final (out, lse)."""
+    delta_BHS = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    return -((sinks.to(lse.dtype)[:, None] - lse).exp_() * delta_BHS).sum((0, 2)).to(sinks.dtype)
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+# ---- plain: the rows of a key head are all queries of its group, [B, Hkv, Hq / Hkv * Sq, width] ---------------------
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, sight: Sight) -> tuple[Tensor, Tensor]:
+    if sight.packed is not None:
+        single = sight._replace(packed=None)
+        outs, lses = zip(
+            *(_plain_forward(a, b, c, scale, single) for a, b, c in _documents(sight.packed, q, k, v)), strict=True
+        )
+        out_TH, lse_1HT = torch.cat(outs, 1), torch.cat(lses, 2)
+        return out_TH.view(*q.shape[:3], -1), _per_sequence(lse_1HT[0], q.shape[0])
     batch, length, heads, _ = q.shape
-    scores = _scores(q, k, scale, window)
+    scores = _scores(q, k, scale, sight)
     top = _finite(scores.amax(-1, keepdim=True))
     powers = scores.sub_(top).exp_()
     total = powers.sum(-1, keepdim=True)  # at least 1, the top's own; 0 where a row sees nothing
@@ -143,10 +127,21 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | 
 
 
 def _plain_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
-    length, groups = k.shape[1:3]
-    probs = _scores(q, k, scale, window)
+    if sight.packed is not None:
+        single = sight._replace(packed=None)
+        lse_BSH1 = lse.transpose(1, 2).unsqueeze(-1)
+        parts = [
+            _plain_backward(a, b, c, d, e, lse_1LH1.squeeze(-1).transpose(1, 2), scale, single)
+            for a, b, c, d, e, lse_1LH1 in _documents(sight.packed, dout, q, k, v, out, lse_BSH1)
+        ]
+        dq, dk, dv = (
+            torch.cat(grads, 1).view_as(x) for grads, x in zip(zip(*parts, strict=True), (q, k, v), strict=True)
+        )
+        return dq, dk, dv
+    length, (keys, groups) = q.shape[1], k.shape[1:3]
+    probs = _scores(q, k, scale, sight)
     probs.sub_(_finite(lse).reshape(*probs.shape[:3], 1)).exp_()
     do = _rows(dout, groups)
     delta = (do * _rows(out, groups)).sum(-1, keepdim=True)
@@ -154,16 +149,28 @@ def _plain_backward(
     dq = (dscores @ _rows(k, groups)).mul_(scale)
     dk = (dscores.mT @ _rows(q, groups)).mul_(scale)
     dv = probs.mT @ do
-    return _heads(dq, length).to(q.dtype), _heads(dk, length).to(k.dtype), _heads(dv, length).to(v.dtype)
+    return _heads(dq, length).to(q.dtype), _heads(dk, keys).to(k.dtype), _heads(dv, keys).to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, window: int | None) -> Tensor:
-    """[B, Hkv, Hq / Hkv * S, S], -inf where a query does not see the key."""
-    length, groups = k.shape[1:3]
-    positions = torch.arange(length, device=q.device)
-    back = positions[:, None] - positions
-    hidden = back < 0 if window is None else (back < 0) | (back >= window)
+def _documents(packed: Packed, *tensors: Tensor) -> list[list[Tensor]]:
+    """Each document's rows [1, length, ...] of tensors [B, S, ...]."""
+    flat = [x.flatten(0, 1) for x in tensors]
+    return [[x[None, first:last] for x in flat] for first, last in itertools.pairwise(packed.bounds)]
+
+
+def _per_sequence(lse_HT: Tensor, batch: int) -> Tensor:
+    """-> [B, Hq, S]"""
+    return lse_HT.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, sight: Sight) -> Tensor:
+    """[B, Hkv, Hq / Hkv * Sq, Sk], -inf where a query does not see the key."""
+    length, (keys, groups) = q.shape[1], k.shape[1:3]
     scores = (_rows(q, groups) @ _rows(k, groups).mT).mul_(scale)
+    back = torch.arange(length, device=q.device)[:, None] + (keys - length) - torch.arange(keys, device=q.device)
+    hidden = back < 0 if sight.causal else torch.zeros_like(back, dtype=torch.bool)
+    if sight.window is not None:
+        hidden |= back >= sight.window
     scores.unflatten(2, (-1, length)).masked_fill_(hidden, float("-inf"))
     return scores
 
@@ -183,61 +190,61 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == float("-inf"), 0)
 
 
-# ---- cuDNN: full causal ----------------------------------------------------------------------------------------------
+# ---- cuDNN: full or causal, blocks of a fixed shape ------------------------------------------------------------------
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    assert window is None, "cuDNN's op has no window"
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, sight: Sight) -> tuple[Tensor, Tensor]:
+    assert sight.window is None and sight.packed is None, "cuDNN's op has neither windows nor documents"
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    # no bias, with statistics, no dropout, causal, no debug mask
+    # no bias, with statistics, no dropout, causal or not, no debug mask
     out, stats_BHS1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, True, False, scale=scale
+        q, k, v, None, True, 0.0, sight.causal, False, scale=scale
     )
     return out.transpose(1, 2), stats_BHS1.squeeze(-1)
 
 
 def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
     # contiguous: torch keeps a plan per layout of q, k, v and takes those of out and dout to be as in the first call
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous()))
-    length, no_dropout = q.shape[2], lse.new_empty((), dtype=torch.int64)  # a seed and an offset, unread
+    no_dropout = lse.new_empty((), dtype=torch.int64)  # a seed and an offset, unread
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(dout, q, k, v, out, lse.contiguous().unsqueeze(-1), no_dropout, no_dropout),
-        *(None, None, None, length, length, 0.0, True),  # no bias, dense, causal
+        *(None, None, None, q.shape[2], k.shape[2], 0.0, sight.causal),  # no bias, dense
         scale=scale,
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
 
 
-# ---- flash: a window, or deterministic -------------------------------------------------------------------------------
+# ---- flash: windows, documents, ragged blocks, or deterministic ------------------------------------------------------
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    length = q.shape[1]
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, sight: Sight) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_one_width(q, k, v),
-        *(None, None, length, length, 0.0, True, False),  # dense, no dropout, causal, no debug mask
+        *_one_row(sight, *_one_width(q, k, v)),
+        *(*_lengths(q, k, sight), 0.0, sight.causal, False),  # no dropout, causal or not, no debug mask
         scale=scale,
-        window_size_left=_left(window),
-        window_size_right=0,
+        **_window(sight),
     )
-    return out[..., : v.shape[-1]], lse
+    out = out.view(*q.shape[:3], -1)[..., : v.shape[-1]]
+    return out, lse if sight.packed is None else _per_sequence(lse, q.shape[0])
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
-    length, no_dropout = q.shape[1], lse.new_empty((), dtype=torch.uint64)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *_one_width(dout, q, k, v, out),
-        *(lse.contiguous(), None, None, length, length, 0.0, True, no_dropout, no_dropout),
+    no_dropout = lse.new_empty((), dtype=torch.uint64)
+    lse = lse if sight.packed is None else lse.transpose(0, 1).flatten(1)  # [Hq, B * S], as it came
+    grads = torch.ops.aten._flash_attention_backward(
+        *_one_row(sight, *_one_width(dout, q, k, v, out)),
+        *(lse.contiguous(), *_lengths(q, k, sight), 0.0, sight.causal, no_dropout, no_dropout),
         scale=scale,
-        window_size_left=_left(window),
-        window_size_right=0,
+        **_window(sight),
     )
-    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+    dq, dk, dv = (g.view(*x.shape[:3], -1)[..., : x.shape[-1]] for g, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
 
 
 def _one_width(*tensors: Tensor) -> list[Tensor]:
@@ -246,9 +253,24 @@ def _one_width(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
-def _left(window: int | None) -> int:
-    """Keys before a query's own, as the flash ops count; -1 is all."""
-    return -1 if window is None else window - 1
+def _one_row(sight: Sight, *tensors: Tensor) -> list[Tensor]:
+    """[B * S, heads, width] where documents lie behind each other; the kernel wants whole rows."""
+    return list(tensors) if sight.packed is None else [x.flatten(0, 1).contiguous() for x in tensors]
+
+
+def _lengths(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where the documents of queries and of keys begin, and the longest."""
+    if sight.packed is None:
+        return None, None, q.shape[1], k.shape[1]
+    return sight.packed.on_device, sight.packed.on_device, sight.packed.longest, sight.packed.longest
+
+
+def _window(sight: Sight) -> dict[str, int]:
+    """Keys before and behind a query's own place, as the flash ops count; -1 is all."""
+    return {
+        "window_size_left": -1 if sight.window is None else sight.window - 1,
+        "window_size_right": 0 if sight.causal else -1,
+    }
 
 
 PLAIN = Kernels(_plain_forward, _plain_backward)

@@ -471,3 +471,40 @@ def adamw(
             *(key - 2**32 if key >= 2**31 else key for key in keys),  # always int32: one kernel for all parameters
             *(first, exp_avg.dtype == torch.bfloat16, 1024),
         )
+
+
+# ---- blocks of attention (ring) --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _merge(
+    acc, lse, out, part, S, acc_b, acc_s, lse_b, lse_h, out_b, out_s, out_h, part_b, part_h, part_s,
+    H: constexpr, D: constexpr, BLOCK_H: constexpr, BLOCK_D: constexpr
+):  # fmt: skip
+    b = (tl.program_id(0) // S).to(tl.int64)
+    s = (tl.program_id(0) % S).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    keep = (h < H)[:, None] & (d < D)[None, :]
+    own = tl.load(lse + b * lse_b + h * lse_h + s, mask=h < H, other=0.0)
+    new = tl.load(part + b * part_b + h * part_h + s * part_s, mask=h < H, other=0.0)
+    top = tl.maximum(own, new)
+    total = top + tl.log(tl.exp(own - top) + tl.exp(new - top))
+    at = b * acc_b + s * acc_s + h[:, None] * D + d[None, :]
+    x = tl.load(acc + at, mask=keep, other=0.0) * tl.exp(own - total)[:, None]
+    y = tl.load(out + b * out_b + s * out_s + h[:, None] * out_h + d[None, :], mask=keep, other=0.0).to(tl.float32)
+    tl.store(acc + at, x + y * tl.exp(new - total)[:, None], mask=keep)
+    tl.store(lse + b * lse_b + h * lse_h + s, total, mask=h < H)
+
+
+def merge(acc: Tensor, lse: Tensor, out: Tensor, part_lse: Tensor) -> None:
+    """In place, as ring.merge; acc and lse may be parts of larger ones. A program per token reads acc and out and
+    writes acc once."""
+    batch, length, heads, width = out.shape
+    assert acc.stride()[2:] == (width, 1) and lse.stride(2) == 1 and out.stride(3) == 1
+    block_d = triton.next_power_of_2(width)
+    block_h = min(triton.next_power_of_2(heads), max(1, 4096 // block_d))
+    _merge[batch * length, triton.cdiv(heads, block_h)](
+        *(acc, lse, out, part_lse, length, *acc.stride()[:2], *lse.stride()[:2], *out.stride()[:3]),
+        *(*part_lse.stride(), heads, width, block_h, block_d),
+    )

@@ -68,6 +68,11 @@ def split(weights: Mapping[str, Weight], prefix: str) -> tuple[dict[str, Weight]
     return own, vectors
 
 
+def take(weights: dict[str, Weight], *names: str) -> dict[str, Weight]:
+    """Those of `names` that are there, which from now on are not."""
+    return {name: weights.pop(name) for name in names if name in weights}
+
+
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, tap: Tensor) -> Tensor:
@@ -196,16 +201,16 @@ class Region:
 
 
 def compiled(
-    region: Region, compiled_call: Callable[..., Called], dtype: torch.dtype, *shapes: tuple[int, ...]
+    region: Region, compiled_call: Callable[..., Called], *like: tuple[tuple[int, ...], torch.dtype]
 ) -> Region:
-    """The region with `compiled_call` in place of `call`. `shapes`: of its inputs, of type `dtype`. Nothing is
-    computed: the shapes of its products are found with tensors that have no memory."""
+    """The region with `compiled_call` in place of `call`. `like`: shape and type of each input. Nothing is computed:
+    the shapes of its products are found with tensors that have no memory."""
     taps: dict[str, Tensor] = {}
     weights = {name: w.data for name, w in region.matrices.items()}
     vectors = {name: w.data for name, w in region.vectors.items()}
     device = next(iter((*weights.values(), *vectors.values()))).device
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like)
         fake = [{name: mode.from_tensor(x) for name, x in group.items()} for group in (weights, vectors)]
         call(region.fn, fake[0], fake[1], taps, inputs)
     return replace(region, call=compiled_call, taps={name: (x.shape, x.dtype) for name, x in taps.items()})
@@ -229,10 +234,12 @@ class Segment:
     Without `keep` the call leaves its inputs and no graph, and is made again for the backward. Expert ids are given to
     the rerun and not chosen again: other kernels may round otherwise, turn a near tie, and with it the shapes of all
     that came after. What else the rerun leaves behind (counts, losses) has been told once and is let go.
+
+    `given`: inputs behind the others that have no gradient.
     """
 
-    def __init__(self, region: Region, *inputs: Tensor, keep: bool = True):
-        self._region = region
+    def __init__(self, region: Region, *inputs: Tensor, given: tuple[Tensor, ...] = (), keep: bool = True):
+        self._region, self._given = region, given
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
         self._graph: _Graph | None = None
         if keep:
@@ -240,7 +247,7 @@ class Segment:
         else:
             weights, vectors = ({name: w.data for name, w in x.items()} for x in (region.matrices, region.vectors))
             with torch.no_grad():
-                outputs, self.extra, _ = region.call(region.fn, weights, vectors, None, self._leaves)
+                outputs, self.extra, _ = region.call(region.fn, weights, vectors, None, (*self._leaves, *given))
         self.outputs = tuple(y.detach() for y in outputs)
 
     def take(self) -> tuple[Tensor, ...]:
@@ -259,7 +266,8 @@ class Segment:
         vectors = {name: w.data.detach().requires_grad_() for name, w in region.vectors.items()}
         taps = {name: _tap(*like, self._leaves[0].device) for name, like in region.taps.items()}
         with torch.enable_grad():
-            outputs, extra, operands = region.call(region.fn, weights, vectors, taps, (*self._leaves, *ids_TK))
+            inputs = (*self._leaves, *self._given, *ids_TK)
+            outputs, extra, operands = region.call(region.fn, weights, vectors, taps, inputs)
         edges, shapes = tuple(get_gradient_edge(y) for y in outputs), tuple(y.shape for y in outputs)
         self._graph = _Graph(edges, shapes, vectors, taps, operands)
         return outputs, extra

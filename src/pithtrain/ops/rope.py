@@ -62,14 +62,16 @@ def yarn_mscale(factor: float, m: float = 1.0) -> float:
 
 
 def rotate_halves(x: Tensor, tables: Tensor) -> Tensor:
-    """Rotary embedding in the 'halves' layout: pairs are (i, i + D/2). x [B, S, heads, D] -> same, in x's dtype."""
-    cos, sin = tables[:, None, :, None, :]
+    """Rotary embedding in the 'halves' layout: pairs are (i, i + D/2). x [B, S, heads, D] -> same, in x's dtype.
+
+    `tables`: the rows of the positions, [2, S, D / 2] or, one set a sequence, [2, B, S, D / 2]."""
+    cos, sin = tables.unsqueeze(-2)
     left, right = x.to(tables.dtype).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
 def rotate_pairs(x: Tensor, tables: Tensor) -> Tensor:
-    """Rotary embedding in the interleaved layout: pairs are (2i, 2i + 1). x [B, S, heads, D] -> same, in x's dtype."""
-    cos, sin = tables[:, None, :, None, :]
+    """Rotary embedding in the interleaved layout: pairs are (2i, 2i + 1). As `rotate_halves`."""
+    cos, sin = tables.unsqueeze(-2)
     even, odd = x.to(tables.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)

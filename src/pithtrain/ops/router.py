@@ -19,6 +19,10 @@ The loss to add is `coef * bal`, averaged over the sets of the *global* batch. E
 So is `z_coef / B * sum_t logsumexp(z_t)^2`. They enter the graph through an identity on the routing weights, so they
 reach the router under any pipeline schedule with no side channel.
 
+Where sequences are cut over ranks (context parallelism), so are the sets of aux_loss and seq_aux_loss, and their f is
+known when counts have been summed over those ranks. So there sum_t p_ti, times E / B, leaves its region as one more
+output (`with_sums`), and its gradient, coef * f_i, comes with the backward: no graph waits for a collective.
+
 Every router takes `ids_TK` where the choice has been made, by the call that a backward makes again.
 
 Without a loss (DeepSeek-V3): a bias per expert that chooses and never weighs, moved once a step by `bias_step`.
@@ -26,7 +30,8 @@ Without a loss (DeepSeek-V3): a bias per expert that chooses and never weighs, m
 Legend: T tokens of this micro-batch, E experts, K experts per token, L layers, N sets, G groups.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,6 +51,8 @@ class Balance:
     sequence_length: int  # tokens of a micro-batch lie sequence after sequence
     counts_E: Tensor
     forced_E: Tensor | None
+    token_T: Tensor | None = None  # which tokens of the micro-batch these are, for `forced_E`; None: all, in order
+    shared: bool = False  # its sets lie on several ranks: `Routing.sums_NE` and `counts_NE` instead of a loss
 
 
 def forced_order(experts: int, layer: int) -> Tensor:
@@ -81,6 +88,22 @@ class Routing:
     counts_E: Tensor
     balance: Tensor
     z: Tensor
+    counts_NE: Tensor | None = None  # with `Balance.shared`: of each set, this rank's part
+    sums_NE: Tensor | None = None  # E / B * sum_t p_ti, with gradient
+
+
+def with_sums(
+    fn: Callable[..., tuple[tuple[Tensor, ...], Routing]], *args: Any
+) -> tuple[tuple[Tensor | None, ...], Routing]:
+    """A region's function, with `Routing.sums_NE` as its last output."""
+    outputs, r = fn(*args)
+    return (*outputs, r.sums_NE), Routing(r.ids_TK, r.counts_E, r.balance, r.z, r.counts_NE)
+
+
+def shares(counts_NE: Tensor, dtype: torch.dtype) -> Tensor:
+    """f [N, E] from slots per expert of each set; even where there is none."""
+    counts_NE = counts_NE + (counts_NE.sum() == 0)
+    return counts_NE.to(dtype) / counts_NE.sum(1, keepdim=True)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -166,7 +189,8 @@ def _choose(scores_TE: Tensor, k: int, groups: Groups | None, best: int, balance
     tokens, experts = scores_TE.shape
     scores_TE = scores_TE.detach()
     if balance.forced_E is not None:
-        return balance.forced_E[torch.arange(tokens * k, device=scores_TE.device) % experts].view(tokens, k)
+        token_T = torch.arange(tokens, device=scores_TE.device) if balance.token_T is None else balance.token_T
+        return balance.forced_E[(token_T[:, None] * k + torch.arange(k, device=scores_TE.device)) % experts]
     if groups is not None:
         grouped_TGe = scores_TE.unflatten(-1, (groups.num, -1))
         rank_TG = grouped_TGe.sort(dim=-1, descending=True).values[..., :best].sum(-1)
@@ -185,17 +209,19 @@ def _balanced(
     counts_NE = torch.zeros(sets, experts, dtype=torch.int64, device=ids_TK.device)
     chosen = ids_TK.reshape(sets, -1)
     counts_NE.scatter_add_(1, chosen, torch.ones_like(chosen))
-    bal = probs_TE.new_zeros(())
+    bal, sums_NE = probs_TE.new_zeros(()), None
     if balance.kind != "none":
-        load_NE = balance.counts_E[None] if balance.kind == "global_aux_loss" else counts_NE
-        load_NE = load_NE + (load_NE.sum() == 0)  # even before the first step
-        share_NE = load_NE.to(probs_TE.dtype) / load_NE.sum(1, keepdim=True)
-        bal = experts / balance.global_tokens * (probs_TE.unflatten(0, (sets, -1)).sum(1) * share_NE).sum()
+        sums_NE = experts / balance.global_tokens * probs_TE.unflatten(0, (sets, -1)).sum(1)
+        if not balance.shared:
+            load_NE = balance.counts_E[None] if balance.kind == "global_aux_loss" else counts_NE
+            bal = (sums_NE * shares(load_NE, probs_TE.dtype)).sum()
     z = logits_TE.logsumexp(-1).square().sum() / balance.global_tokens
-    if (balance.coef or balance.z_coef) and weights_TK.requires_grad:
-        weights_TK = _WithLoss.apply(weights_TK, balance.coef * bal + balance.z_coef * z)
+    coef = 0.0 if balance.shared else balance.coef
+    if (coef or balance.z_coef) and weights_TK.requires_grad:
+        weights_TK = _WithLoss.apply(weights_TK, coef * bal + balance.z_coef * z)
     strange = torch.where(logits_TE.isfinite(), 0, logits_TE).sum()  # logsumexp is finite with a logit of -inf
-    return weights_TK, Routing(ids_TK, counts_NE.sum(0), bal.detach(), (z + strange).detach())
+    routing = Routing(ids_TK, counts_NE.sum(0), bal.detach(), (z + strange).detach())
+    return weights_TK, replace(routing, counts_NE=counts_NE, sums_NE=sums_NE) if balance.shared else routing
 
 
 def bias_step(counts_E: Tensor, rate: float) -> Tensor:

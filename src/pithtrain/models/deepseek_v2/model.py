@@ -9,23 +9,26 @@
 
 Pre-norm, RMSNorm in fp32. Every norm takes rms_norm_eps, those of the two latents too, as the reports have it; the
 transformers classes (5.24) leave 1e-6 in those two whatever the config says, which a comparison has to set right.
-The whole keys and values are made again for training; the narrow latent matters to a cache, of which there is none.
+A region hands out norm(c) and rope(kr), which is what travels where sequences are cut over ranks; whole keys and values
+are made of them where they are used (`Latent`).
 
 Legend: B sequences, S positions, T = B * S tokens, H hidden, E experts, K experts per token, N heads.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pithtrain.models.contract import Layer
 from pithtrain.models.deepseek_v2.config import Config
-from pithtrain.ops.attention import attention
 from pithtrain.ops.experts import Experts
-from pithtrain.ops.linear import Linears, Region, Weight, split
+from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype, split, take
 from pithtrain.ops.norm import rms_norm
+from pithtrain.ops.ring import Core
 from pithtrain.ops.rope import Yarn, rope_tables, rotate_halves, rotate_pairs, yarn_mscale
 from pithtrain.ops.router import Balance, Groups, Routing, route_sigmoid, route_softmax
 from pithtrain.ops.swiglu import swiglu
@@ -50,30 +53,77 @@ def softmax_scale(config: Config) -> float:
     return config.qk_head_dim**-0.5 * factor
 
 
-def build_layer(config: Config, index: int, weights: Mapping[str, Weight], tables: Tensor, balance: Balance) -> Layer:
+def build_layer(config: Config, index: int, weights: Mapping[str, Weight], balance: Balance) -> Layer:
     """Layer `index` over the weights of this rank, found by their canonical names."""
     matrices, vectors = split(weights, f"model.layers.{index}.")
     bias = matrices.pop("mlp.gate.e_score_correction_bias", None)  # V3's; it has no gradient
+    latent = Latent(matrices.pop("self_attn.kv_b_proj"), config.num_attention_heads, config.qk_nope_head_dim)
+    core = Core(softmax_scale(config), config.num_attention_heads * config.v_head_dim, expand=latent)
+    into = [f"self_attn.{name}" for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")]
+    before = Region(
+        partial(_before, config),
+        take(matrices, *into, *(f"{name}.bias" for name in into)),
+        take(vectors, "input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
+    )
     if not config.is_moe(index):
-        return Layer(index, Region(partial(_dense_layer, config, tables), matrices, vectors), None, None)
+        return Layer(index, before, core, Region(partial(_dense_layer, config), matrices, vectors), None, None)
     experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
     shared = {name: matrices.pop(name) for name in list(matrices) if name.startswith("mlp.shared_experts.")}
-    attend = partial(_attend, config, tables, balance, None if bias is None else bias.data)
-    return Layer(index, Region(attend, matrices, vectors), Region(_shared, shared, {}), experts)
+    after = partial(_after, config, balance, None if bias is None else bias.data)
+    return Layer(index, before, core, Region(after, matrices, vectors), Region(_shared, shared, {}), experts)
 
 
-def _attend(
+@dataclass(frozen=True)
+class Latent:
+    """Whole keys [B, S, N, nope + R] and values [B, S, N, width] of norm(c) [B, S, L] and rope(kr) [B, S, 1, R]."""
+
+    weight: Weight  # W_kvb
+    heads: int
+    nope: int
+
+    def forward(self, *sources: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = sources
+        kv = F.linear(latent, self.weight.data).unflatten(-1, (self.heads, -1))
+        return torch.cat((kv[..., : self.nope], k_rope.expand(-1, -1, self.heads, -1)), -1), kv[..., self.nope :]
+
+    def backward(self, dk: Tensor, dv: Tensor, *sources: Tensor) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """Gradients of latent and k_rope; dy and x of the weight's."""
+        dkv = torch.cat((dk[..., : self.nope], dv), -1).flatten(2)
+        dk_rope = dk[..., self.nope :].sum(2, keepdim=True, dtype=accumulate_dtype(dk.dtype))
+        return (dkv @ self.weight.data, dk_rope.to(dk.dtype)), dkv, sources[0]
+
+
+def _before(
+    config: Config, lin: Linears, vectors: Vectors, h_BSH: Tensor, turns: Tensor
+) -> tuple[tuple[Tensor, ...], None]:
+    """h -> q [B, S, N, nope + rope], norm(c) [B, S, L], rope(kr) [B, S, 1, rope]."""
+    eps, heads = config.rms_norm_eps, config.num_attention_heads
+    nope, turned = config.qk_nope_head_dim, config.qk_rope_head_dim
+    rotate = rotate_pairs if config.rope_interleave else rotate_halves
+    x = rms_norm(h_BSH, vectors["input_layernorm"], eps)
+    if config.q_lora_rank is None:
+        q = lin("self_attn.q_proj", x)
+    else:
+        q = lin("self_attn.q_b_proj", rms_norm(lin("self_attn.q_a_proj", x), vectors["self_attn.q_a_layernorm"], eps))
+    q_nope, q_rope = q.unflatten(-1, (heads, -1)).split((nope, turned), dim=-1)
+    q = torch.cat((q_nope, rotate(q_rope, turns)), dim=-1)
+    latent, k_rope = lin("self_attn.kv_a_proj_with_mqa", x).split((config.kv_lora_rank, turned), dim=-1)
+    latent = rms_norm(latent, vectors["self_attn.kv_a_layernorm"], eps)
+    return (q, latent, rotate(k_rope.unsqueeze(2), turns)), None
+
+
+def _after(
     config: Config,
-    tables: Tensor,
     balance: Balance,
     bias_E: Tensor | None,
     lin: Linears,
     vectors: Vectors,
     h_BSH: Tensor,
+    out: Tensor,
     ids_TK: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
-    """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
-    mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
+    """h, out of attention -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
+    mid = h_BSH + lin("self_attn.o_proj", out)
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
     k, normalize, factor = config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
     groups = None
@@ -93,31 +143,12 @@ def _shared(lin: Linears, vectors: Vectors, n_TH: Tensor) -> tuple[tuple[Tensor]
 
 
 def _dense_layer(
-    config: Config, tables: Tensor, lin: Linears, vectors: Vectors, h_BSH: Tensor
+    config: Config, lin: Linears, vectors: Vectors, h_BSH: Tensor, out: Tensor
 ) -> tuple[tuple[Tensor], None]:
-    """h -> (h',): a layer without experts is one region."""
-    mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
+    """h, out of attention -> (h',)."""
+    mid = h_BSH + lin("self_attn.o_proj", out)
     return (mid + _mlp("mlp", lin, rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps)),), None
 
 
 def _mlp(name: str, lin: Linears, n: Tensor) -> Tensor:
     return lin(f"{name}.down_proj", swiglu(lin(f"{name}.gate_proj", n), lin(f"{name}.up_proj", n)))
-
-
-def _attention(config: Config, tables: Tensor, lin: Linears, vectors: Vectors, h_BSH: Tensor) -> Tensor:
-    eps, heads = config.rms_norm_eps, config.num_attention_heads
-    nope, turned = config.qk_nope_head_dim, config.qk_rope_head_dim
-    rotate = rotate_pairs if config.rope_interleave else rotate_halves
-    x = rms_norm(h_BSH, vectors["input_layernorm"], eps)
-    if config.q_lora_rank is None:
-        q = lin("self_attn.q_proj", x)
-    else:
-        q = lin("self_attn.q_b_proj", rms_norm(lin("self_attn.q_a_proj", x), vectors["self_attn.q_a_layernorm"], eps))
-    q_nope, q_rope = q.unflatten(-1, (heads, -1)).split((nope, turned), dim=-1)
-    latent, k_rope = lin("self_attn.kv_a_proj_with_mqa", x).split((config.kv_lora_rank, turned), dim=-1)
-    kv = lin("self_attn.kv_b_proj", rms_norm(latent, vectors["self_attn.kv_a_layernorm"], eps))
-    k_nope, v = kv.unflatten(-1, (heads, -1)).split((nope, config.v_head_dim), dim=-1)
-    k_rope = rotate(k_rope.unsqueeze(2), tables).expand(-1, -1, heads, -1)
-    q = torch.cat((q_nope, rotate(q_rope, tables)), dim=-1)
-    k = torch.cat((k_nope, k_rope), dim=-1)
-    return lin("self_attn.o_proj", attention(q, k, v, scale=softmax_scale(config)).flatten(2))

@@ -8,7 +8,7 @@
 
 Pre-norm, RMSNorm in fp32, biases on every linear but the head. A sink is a logit per head that joins the softmax's
 denominator alone, so that a head may look at nothing. Every second layer sees a window (`Config.window`).
-The routed experts and the sum are the tape's edges; this file holds what lies between two of them.
+Attention, the routed experts and the sum are the tape's; this file holds what lies between two of them.
 
 Legend: B sequences, S positions, T = B * S tokens, H hidden, D head width, E experts, K experts per token.
 """
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from pithtrain.models.contract import Layer
 from pithtrain.models.gpt_oss.config import Config
-from pithtrain.ops.attention import attention
 from pithtrain.ops.experts import Experts
-from pithtrain.ops.linear import Linears, Region, Weight, split
+from pithtrain.ops.linear import Linears, Region, Weight, split, take
 from pithtrain.ops.norm import rms_norm
+from pithtrain.ops.ring import Core
 from pithtrain.ops.rope import Yarn, rope_tables, rotate_halves, yarn_mscale
 from pithtrain.ops.router import Balance, Routing, route_top_k
 from pithtrain.ops.swiglu import Glu
@@ -42,7 +42,7 @@ def rope(config: Config, length: int, device: torch.device, dtype: torch.dtype) 
     return rope_tables(config.head_dim, rope.rope_theta, length, device, dtype, yarn)
 
 
-def build_layer(config: Config, index: int, weights: Mapping[str, Weight], tables: Tensor, balance: Balance) -> Layer:
+def build_layer(config: Config, index: int, weights: Mapping[str, Weight], balance: Balance) -> Layer:
     """Layer `index` over the weights of this rank, found by their canonical names."""
     matrices, vectors = split(weights, f"model.layers.{index}.")
     gate_up, gate_up_bias, down, down_bias = (
@@ -50,27 +50,37 @@ def build_layer(config: Config, index: int, weights: Mapping[str, Weight], table
         for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
     )
     experts = Experts(gate_up, down, gate_up_bias, down_bias, Glu(config.swiglu_alpha, config.swiglu_limit, 1.0))
-    return Layer(
-        index, Region(partial(_attend, config, config.window(index), tables, balance), matrices, vectors), None, experts
+    names = [f"self_attn.{p}_proj" for p in "qkv"]
+    before = Region(
+        partial(_before, config),
+        take(matrices, *names, *(f"{name}.bias" for name in names)),
+        take(vectors, "input_layernorm"),
     )
+    width = config.num_attention_heads * config.head_dim
+    core = Core(config.head_dim**-0.5, width, config.window(index), vectors.pop("self_attn.sinks"))
+    return Layer(index, before, core, Region(partial(_after, config, balance), matrices, vectors), None, experts)
 
 
-def _attend(
+def _before(
+    config: Config, lin: Linears, vectors: Vectors, h_BSH: Tensor, turns: Tensor
+) -> tuple[tuple[Tensor, ...], None]:
+    """h -> q [B, S, query heads, D], k and v [B, S, key heads, D]."""
+    x = rms_norm(h_BSH, vectors["input_layernorm"], config.rms_norm_eps)
+    q, k, v = (lin(f"self_attn.{p}_proj", x).unflatten(-1, (-1, config.head_dim)) for p in "qkv")
+    return (rotate_halves(q, turns), rotate_halves(k, turns), v), None
+
+
+def _after(
     config: Config,
-    window: int | None,
-    tables: Tensor,
     balance: Balance,
     lin: Linears,
     vectors: Vectors,
     h_BSH: Tensor,
+    out: Tensor,
     ids_TK: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
-    """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
-    x = rms_norm(h_BSH, vectors["input_layernorm"], config.rms_norm_eps)
-    q, k, v = (lin(f"self_attn.{p}_proj", x).unflatten(-1, (-1, config.head_dim)) for p in "qkv")
-    q, k = rotate_halves(q, tables), rotate_halves(k, tables)
-    out = attention(q, k, v, config.head_dim**-0.5, window, vectors["self_attn.sinks"])
-    mid = h_BSH + lin("self_attn.o_proj", out.flatten(2))
+    """h, out of attention -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
+    mid = h_BSH + lin("self_attn.o_proj", out)
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
     logits = lin("mlp.router", n)
     weights_TK, routing = route_top_k(logits, config.num_experts_per_tok, balance, ids_TK)

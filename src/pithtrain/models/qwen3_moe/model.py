@@ -6,7 +6,7 @@
     dense:  h' = mid + down(silu(gate(n)) * up(n))
 
 Pre-norm, RMSNorm in fp32, no biases but those of `attention_bias`, RMSNorm per head on q and k before the rotation.
-The routed experts and the sum are the tape's edges; this file holds what lies between two of them.
+Attention, the routed experts and the sum are the tape's; this file holds what lies between two of them.
 
 Legend: B sequences, S positions, T = B * S tokens, H hidden, D head width, E experts, K experts per token.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from pithtrain.models.contract import Layer
 from pithtrain.models.qwen3_moe.config import Config
-from pithtrain.ops.attention import attention
 from pithtrain.ops.experts import Experts
-from pithtrain.ops.linear import Linears, Region, Weight, split
+from pithtrain.ops.linear import Linears, Region, Weight, split, take
 from pithtrain.ops.norm import rms_norm
+from pithtrain.ops.ring import Core
 from pithtrain.ops.rope import rope_tables, rotate_halves
 from pithtrain.ops.router import Balance, Routing, route_softmax
 from pithtrain.ops.swiglu import swiglu
@@ -35,26 +35,45 @@ def rope(config: Config, length: int, device: torch.device, dtype: torch.dtype) 
     return rope_tables(config.head_dim, config.rope_parameters.rope_theta, length, device, dtype)
 
 
-def build_layer(config: Config, index: int, weights: Mapping[str, Weight], tables: Tensor, balance: Balance) -> Layer:
+def build_layer(config: Config, index: int, weights: Mapping[str, Weight], balance: Balance) -> Layer:
     """Layer `index` over the weights of this rank, found by their canonical names."""
     matrices, vectors = split(weights, f"model.layers.{index}.")
+    names = [f"self_attn.{p}_proj" for p in "qkv"]
+    before = Region(
+        partial(_before, config),
+        take(matrices, *names, *(f"{name}.bias" for name in names)),
+        take(vectors, "input_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+    )
+    core = Core(config.head_dim**-0.5, config.num_attention_heads * config.head_dim)
     if not config.is_moe(index):
-        return Layer(index, Region(partial(_dense_layer, config, tables), matrices, vectors), None, None)
+        return Layer(index, before, core, Region(partial(_dense_layer, config), matrices, vectors), None, None)
     experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
-    return Layer(index, Region(partial(_attend, config, tables, balance), matrices, vectors), None, experts)
+    return Layer(index, before, core, Region(partial(_after, config, balance), matrices, vectors), None, experts)
 
 
-def _attend(
+def _before(
+    config: Config, lin: Linears, vectors: Vectors, h_BSH: Tensor, turns: Tensor
+) -> tuple[tuple[Tensor, ...], None]:
+    """h -> q [B, S, query heads, D], k and v [B, S, key heads, D]."""
+    eps = config.rms_norm_eps
+    x = rms_norm(h_BSH, vectors["input_layernorm"], eps)
+    q, k, v = (lin(f"self_attn.{p}_proj", x).unflatten(-1, (-1, config.head_dim)) for p in "qkv")
+    q = rotate_halves(rms_norm(q, vectors["self_attn.q_norm"], eps), turns)
+    k = rotate_halves(rms_norm(k, vectors["self_attn.k_norm"], eps), turns)
+    return (q, k, v), None
+
+
+def _after(
     config: Config,
-    tables: Tensor,
     balance: Balance,
     lin: Linears,
     vectors: Vectors,
     h_BSH: Tensor,
+    out: Tensor,
     ids_TK: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
-    """h -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
-    mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
+    """h, out of attention -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
+    mid = h_BSH + lin("self_attn.o_proj", out)
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
     k, normalize = config.num_experts_per_tok, config.norm_topk_prob
     weights_TK, routing = route_softmax(lin("mlp.gate", n), k, normalize, 1.0, None, balance, ids_TK)
@@ -62,20 +81,10 @@ def _attend(
 
 
 def _dense_layer(
-    config: Config, tables: Tensor, lin: Linears, vectors: Vectors, h_BSH: Tensor
+    config: Config, lin: Linears, vectors: Vectors, h_BSH: Tensor, out: Tensor
 ) -> tuple[tuple[Tensor], None]:
-    """h -> (h',): a layer without experts is one region."""
-    mid = h_BSH + _attention(config, tables, lin, vectors, h_BSH)
+    """h, out of attention -> (h',)."""
+    mid = h_BSH + lin("self_attn.o_proj", out)
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps)
     act = swiglu(lin("mlp.gate_proj", n), lin("mlp.up_proj", n))
     return (mid + lin("mlp.down_proj", act),), None
-
-
-def _attention(config: Config, tables: Tensor, lin: Linears, vectors: Vectors, h_BSH: Tensor) -> Tensor:
-    eps, head_dim = config.rms_norm_eps, config.head_dim
-    x = rms_norm(h_BSH, vectors["input_layernorm"], eps)
-    q, k, v = (lin(f"self_attn.{p}_proj", x).unflatten(-1, (-1, head_dim)) for p in "qkv")
-    q = rotate_halves(rms_norm(q, vectors["self_attn.q_norm"], eps), tables)
-    k = rotate_halves(rms_norm(k, vectors["self_attn.k_norm"], eps), tables)
-    out = attention(q, k, v, scale=head_dim**-0.5)
-    return lin("self_attn.o_proj", out.flatten(2))
