@@ -56,6 +56,7 @@ from pithtrain.ops.grouped import (
     plain_grouped_weight_grad,
 )
 from pithtrain.ops.kernels import Tiles
+from pithtrain.ops.linear import Linears
 from pithtrain.ops.permute import SlotBias, Slots, order_slots, plain_ordered_sum
 from pithtrain.ops.ring import Attention, Core, Part
 from pithtrain.ops.rounding import rounding_keys, store_moments
@@ -167,6 +168,8 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
     slots = order_slots(ids, shape.experts, shape.tokens * shape.slots)
     yield from slot_cases(shape, slots, rand)
+    if gpu:
+        yield router_case(shape, rand)
     yield from product_cases(shape, "gate_up", 2 * shape.width, shape.hidden, slots.ends_E, rand)
     yield from product_cases(shape, "down", shape.hidden, shape.width, slots.ends_E, rand)
     yield cross_entropy_case(shape, rand)
@@ -182,6 +185,19 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
 Rand = Callable[..., Tensor]
 
 
+def router_case(shape: Shape, rand: Rand) -> Case:
+    """The router's product: fp32 from a bf16 input on tensor cores, beside the fp32 GEMM."""
+    x, w = rand(shape.tokens, shape.hidden), rand(shape.experts, shape.hidden, dtype=torch.float32)
+    return Case(
+        "router",
+        shape.name,
+        lambda: Linears({"gate": w}, None)("gate", x),
+        lambda: F.linear(x.float(), w),
+        x.nbytes + w.nbytes + 4.0 * shape.tokens * shape.experts,
+        6.0 * shape.tokens * shape.experts * shape.hidden,
+    )
+
+
 def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
     """Pointwise over the slots of the experts."""
     rows, hidden, width, glu, expert = len(slots.row_R), shape.hidden, shape.width, shape.glu, slots.expert_R
@@ -194,6 +210,22 @@ def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
         lambda: kernels.ordered_sum(y, index, down_bias),
         lambda: plain_ordered_sum(y, index, down_bias),
         y.element_size() * (rows + shape.tokens) * hidden,
+    )
+    sent, back = rand(shape.tokens, hidden), rand(shape.tokens, hidden)
+    yield Case(
+        "ordered_sum gather",
+        shape.name,
+        lambda: kernels.ordered_sum(sent, slots.row_R[:, None, None]),
+        lambda: sent[slots.row_R],
+        y.element_size() * (rows + shape.tokens) * hidden,
+    )
+    per_rank = index.view(shape.tokens, 2, -1)  # as if half of the experts were on another rank
+    yield Case(
+        "ordered_sum over ranks, plus two",
+        shape.name,
+        lambda: kernels.ordered_sum(y, per_rank, None, [sent, back]),
+        lambda: plain_ordered_sum(y, per_rank, None, [sent, back]),
+        y.element_size() * (rows + 3 * shape.tokens) * hidden,
     )
     bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None
     options = (glu.alpha, glu.limit, glu.offset, bias, expert)

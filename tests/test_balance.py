@@ -307,6 +307,7 @@ def figures(folder: Path) -> list[list[float]]:
     return [[row[key] for key in keys] for row in lines(folder)]
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_biases_and_shares_bitwise(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """global_aux_loss takes its shares from the step before, which was made in another process; on another mesh the
     same biases come out. A checkpoint without counts (the first ones had none) begins with even shares."""

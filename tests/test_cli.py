@@ -99,6 +99,7 @@ def test_an_existing_run_is_refused(tmp_path: Path) -> None:
         assert "pithtrain resume" in done.stderr
 
 
+@pytest.mark.slow
 def test_train_fails_with_one_readable_cause(tmp_path: Path) -> None:
     """The real engine on a corpus that is not there: cause on screen and in the run directory, nothing left behind."""
     began = time.monotonic()
@@ -113,6 +114,7 @@ def test_train_fails_with_one_readable_cause(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob("*"))
 
 
+@pytest.mark.slow
 def test_resume_runs_in_the_foreground_what_train_made(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES)
     rundir.record_job(run, 1, job_id="1", launcher="train", host="elsewhere", time=0)
@@ -138,6 +140,7 @@ def test_a_finished_run_is_not_resumed_unless_it_gets_more_steps(tmp_path: Path)
     assert "--set training.max_steps=8" in done.stderr
 
 
+@pytest.mark.slow
 def test_status_logs_cancel_and_resume_of_a_live_run(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, WAITS_FOR_STOP)
     submit.submit(run, spec, "local")

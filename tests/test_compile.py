@@ -63,6 +63,7 @@ def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "moe"),
     [

@@ -295,6 +295,7 @@ def test_more_rows_than_fit_are_an_error_on_all_ranks(pool: Pool, tmp_path: Path
     assert str(caught.value).count(said) == 3
 
 
+@pytest.mark.slow
 def test_reruns_are_bitwise_equal(pool: Pool) -> None:
     case = Case(random_ids(3, [30, 20], 8, 4), 8, 4, True, "float32")
     first, *others = run(pool, case, case, case)
@@ -425,6 +426,7 @@ def test_case_068_a_rank_that_receives_nothing_and_one_that_sends_nothing(pool: 
     assert idle["num_slots"] == 0 and not idle["gate_up"].any() and not idle["down"].any()
 
 
+@pytest.mark.slow
 def test_case_072_zero_tokens(pool: Pool) -> None:
     """All-zero splits both ways, one-sided zero, three ranks with one idle: results, and zeros of the right shape."""
     for dedup in (True, False):

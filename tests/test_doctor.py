@@ -401,6 +401,7 @@ def test_one_srun_of_one_task_a_node_as_a_run_would_get_it(tmp_path: Path, monke
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_this_machine_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check answers, none with our own mistake; the collective of two processes is measured."""
     monkeypatch.setattr(slurm, "configured", lambda: False)

@@ -248,6 +248,7 @@ def test_verify_names_what_is_not_as_it_was(saved: Path, tmp_path: Path, damage:
     assert words in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_examples_of_the_papers_run(saved: Path, number: int) -> None:
     """Ours prints what is there; the other reads the same values with torch alone."""

@@ -348,6 +348,7 @@ def test_logs_follow_a_run_to_its_end_and_err_shows_the_first(tmp_path: Path) ->
     assert done.stdout == "rank 1: ValueError: the cause\n\nTraceback: here\n"
 
 
+@pytest.mark.slow
 def test_cancel_now_ends_a_local_run_without_a_save(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, WAITS_FOR_STOP)
     submit.submit(run, spec, "local")

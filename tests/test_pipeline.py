@@ -46,6 +46,7 @@ def test_case_009_the_expert_group_has_ep_ranks_whatever_the_number_of_experts(p
     assert pool.run(4, groups_job, spec.model_dump(mode="json")) == [want] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 3, 5, 7, 9])
 def test_case_094_every_layer_is_held_exactly_once(pool: Pool, layers: int) -> None:
     """`assemble` refuses a row that no rank, or more than one rank, holds; stages without a layer included."""

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -829,19 +828,14 @@ def test_a_spec_is_frozen_and_checks_leave_it_alone(base: Path) -> None:
     assert spec.to_yaml() == before
 
 
-def test_front_rooms_import_fast_and_without_torch() -> None:
-    """validate and plan answer in under a second: their rooms load neither torch nor numpy."""
+def test_front_rooms_import_neither_torch_nor_numpy() -> None:
+    """So validate and plan answer in a fraction of a second."""
     code = (
         "import sys; from pathlib import Path; from pithtrain.spec import load; from pithtrain.plan import plan;"
         f"print(plan(load(Path({str(TINY_YAML)!r}))).ranks, {{'torch', 'numpy', 'rich'}} & set(sys.modules))"
     )
-    best = 9.0
-    for _ in range(3):  # the best of three: other processes share this machine
-        start = time.perf_counter()
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        best = min(best, time.perf_counter() - start)
-        assert result.stdout.strip() == "4 set()"
-    assert best < 0.9
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "4 set()"
 
 
 # ---------------------------------------------------------------------------------------------------- the HF fields

@@ -159,6 +159,7 @@ def shared_job(place: Place, fields: dict[str, Any], num_steps: int, folder: Pat
         return steps_job(place, fields, num_steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)], ids=["ep2", "pp2ep2"])
 def test_the_engine_over_shared_memory_is_bitwise_that_over_gloo(

@@ -169,6 +169,7 @@ def test_case_159_a_stop_while_it_starts_is_heard_at_the_next_boundary(
     assert train(pool, spec, tmp_path) == Outcome(STEPS, finished=True)
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_too_late_is_told_once(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +347,7 @@ def test_case_112_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert set(before) <= set(checkpoints.iterdir())
 
 
+@pytest.mark.slow
 def test_when_every_checkpoint_is_damaged_nothing_begins_anew(corpus: Path, tmp_path: Path) -> None:
     spec = train_spec(corpus, training={"max_steps": 2}, checkpoint={"interval": 1})
     alone(spec, tmp_path)

@@ -225,6 +225,7 @@ def test_reductions_start_while_other_layers_still_compute(pool: Pool) -> None:
         assert len(early) >= len(late) > 0, f"only {early} are reduced before the last action"
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_large_tensor_is_exact() -> None:
     """4 M elements: an fp32 sum of squares is 8e-5 off, and the clip would depend on how a mesh cuts the tensor."""
     spec = make_spec(model={"vocab_size": 4096, "hidden_size": 1024}, training={"sequence_length": 2})
