@@ -4,6 +4,7 @@
 not for importing torch eight times. Jobs are module-level functions `job(place, *args)`.
 """
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -299,7 +300,10 @@ class Pool:
                 except EOFError:
                     state, value = "error", "the process died"
                 if state == "error":
-                    others = [p.recv()[1] for _, p in self._workers[:size] if p is not pipe and p.poll(1)]
+                    others: list[str] = []
+                    for _, other in self._workers[:size]:
+                        with contextlib.suppress(EOFError):  # it died, and the pool starts anew all the same
+                            others += [other.recv()[1]] if other is not pipe and other.poll(1) else []
                     self.close()
                     raise AssertionError(f"rank {rank}: {value}\nother ranks: {others}")
                 results.append(value)

@@ -266,7 +266,7 @@ def opposed_job(place: Place, fields: dict[str, Any], factors: Sequence[float]) 
         tokens, labels = (torch.stack([x] * spec.training.micro_batch_size) for x in synthetic(spec, 1))
         mine: Iterator[float] = iter(factors[world.data_rank :: world.data_size])
         loss = tape.linear_cross_entropy
-        patch.setattr(tape, "linear_cross_entropy", lambda h, w, y, scale: loss(h, w, y, scale * next(mine)))
+        patch.setattr(tape, "linear_cross_entropy", lambda h, w, y, scale, z: loss(h, w, y, scale * next(mine), z))
         batches = [MicroBatch(tokens, labels) for _ in range(spec.num_micro_batches)]
         return first_gradients(spec, engine, batches if world.pp == 0 else [])
 

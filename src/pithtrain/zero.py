@@ -158,7 +158,6 @@ class Zero:
         gets two gradients per micro-batch. `seed`: of the rounding of `bf16_moments`."""
         moments = torch.bfloat16 if bf16_moments else accumulate_dtype(dtype)
         self.sharded = {info.name: Sharded(info, world, dtype, moments, seed) for info in table}
-        self._bf16_moments = bf16_moments
         self._world = world
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
         self._trained = [one for one in self.sharded.values() if one.info.trained]
@@ -247,7 +246,7 @@ class Zero:
             eps=adam.eps,
             maximize=False,
         )
-        if self._bf16_moments:
+        if moments[0] is not one.exp_avg:
             one.store_moments(moments, self._updates)
 
     @property
