@@ -57,8 +57,9 @@ from pithtrain.ops.grouped import (
 )
 from pithtrain.ops.kernels import Tiles
 from pithtrain.ops.linear import Linears
+from pithtrain.ops.parts import Part
 from pithtrain.ops.permute import SlotBias, Slots, order_slots, plain_ordered_sum
-from pithtrain.ops.ring import Attention, Core, Part
+from pithtrain.ops.ring import Attention, Core
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 

@@ -33,7 +33,7 @@ from pithtrain.errors import SpecError
 from pithtrain.models.contract import ModelConfig, load_config, load_ignored
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import Segment, accumulate_dtype
-from pithtrain.ops.ring import Part
+from pithtrain.ops.parts import Part
 from pithtrain.spec import RunSpec, from_dict, read_model
 from pithtrain.tape import forward, new_stats, run_forward
 from reference import Documents

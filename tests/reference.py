@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pithtrain.ops.linear import Weight, accumulate_dtype
-from pithtrain.ops.ring import Attention, Core, Part
+from pithtrain.ops.parts import Part
+from pithtrain.ops.ring import Attention, Core
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:

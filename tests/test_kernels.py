@@ -12,10 +12,10 @@ from torch import Tensor
 from harness import make_spec, single
 from pithtrain.build import build
 from pithtrain.models.deepseek_v2.config import VARIANTS
+from pithtrain.ops.attention import merge
 from pithtrain.ops.cross_entropy import IGNORE, plain_loss_and_grad
 from pithtrain.ops.grouped import plain_grouped_sum, plain_grouped_weight_grad
 from pithtrain.ops.permute import SlotBias, order_slots, plain_ordered_sum
-from pithtrain.ops.ring import merge
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 

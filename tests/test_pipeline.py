@@ -168,7 +168,7 @@ def message_job(place: Place, fields: dict[str, Any]) -> list[tuple[str, int, fl
     """The pipeline's own traffic with chunks that hand their input on: no compute, all messages."""
     spec = from_dict(fields)
     from pithtrain.ops.dispatch import Lane
-    from pithtrain.ops.ring import Part
+    from pithtrain.ops.parts import Part
     from pithtrain.pipeline import Pipeline
     from pithtrain.tape import Stage, Traffic, new_stats
 

@@ -4,9 +4,10 @@ The ranks of a ring are threads of this process here, whose hops are queues; `te
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any
 
@@ -20,7 +21,8 @@ from oracle import logits_of
 from pithtrain.build import build
 from pithtrain.models.deepseek_v2.model import Latent
 from pithtrain.ops.linear import Weight, accumulate_dtype, add_weight_grad
-from pithtrain.ops.ring import Attention, Core, Part, chunks
+from pithtrain.ops.parts import Part, chunks
+from pithtrain.ops.ring import Attention, Core
 from reference import Documents, assert_near, attention, leaves, plain_attention, random
 
 CPU = torch.device("cpu")
@@ -50,12 +52,21 @@ def test_the_chunks_of_the_worked_example() -> None:
     assert Part(2, 8, CPU, documents=[[0], [0]]).packed is None, "whole rows are streams"
 
 
+def keys_of(part: Part, window: int | None, t: int) -> np.ndarray:
+    """Where the keys of step t lie in whole sequences: a rank's chunks, or the end of one."""
+    n, halo = part.length // (2 * part.cp), part.halo(window)
+    if halo is None or t == 0:
+        return cut(torch.arange(part.length)[None], part.cp, (part.rank - t) % part.cp)[0].numpy()
+    begin = (part.rank, 2 * part.cp - 1 - part.rank)[t - 1] * n  # of the chunk that it comes before
+    return np.arange(begin - halo, begin)
+
+
 def pairs(part: Part, window: int | None) -> np.ndarray:
     """How often each (sequence, query, key) of whole sequences is seen, over all calls of a part."""
     seen = np.zeros((part.rows, part.length, part.length), int)
     mine = cut(torch.arange(part.length)[None], part.cp, part.rank)[0].numpy()
     for t, calls in enumerate(part.steps(window)):
-        theirs = cut(torch.arange(part.length)[None], part.cp, (part.rank - t) % part.cp)[0].numpy()
+        theirs = keys_of(part, window, t)
         for i, (rows, queries, keys, sight) in enumerate(calls):
             assert (rows, queries, keys) == (slice(None),) * 3 or (t, i) != (0, 0), "the first covers every query"
             at_q, at_k = mine[queries], theirs[keys]
@@ -112,22 +123,50 @@ def test_work_of_a_stream_is_half_a_square_a_step(cp: int) -> None:
 class ThreadRing:
     """A Ring whose ranks are threads."""
 
-    def __init__(self, queues: Sequence["Queue[Tensor]"], rank: int):
-        self.size, self._own, self._next = len(queues), queues[rank], queues[(rank + 1) % len(queues)]
+    def __init__(self, queues: "Queues", rank: int):
+        self._queues, self._rank, self.size = queues, rank, 1 + max(to for _, to in queues)
+        self.log: list[tuple[str, int]] = []  # what was started, and its size
 
     def hop(self, sent: Tensor, received: Tensor) -> list[Any]:
-        self._next.put(sent.clone())
+        self.log.append(("hop", len(sent)))
+        return [self._message(sent, received, (self._rank + 1) % self.size, (self._rank - 1) % self.size)]
+
+    def swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+        self.log.append(("swap", len(sent[0])))
+        peers = zip(sent, received, (self._rank - 1, self._rank + 1), strict=True)
+        return [self._message(out, into, peer, peer) for out, into, peer in peers if 0 <= peer < self.size]
+
+    def _message(self, sent: Tensor, received: Tensor, to: int, of: int) -> "Message":
+        message = Message(sent, sent.clone(), received, self._queues[of, self._rank])
+        self._queues[self._rank, to].put(message)
         received.fill_(float("nan"))  # whoever reads before it has arrived
-        return [Arrival(self._own, received)]
+        return message
 
 
 @dataclass
-class Arrival:
-    queue: "Queue[Tensor]"
+class Message:
+    """Taken from the sender's own tensor when the receiver waits, as by a transfer that is late; until the sender has
+    waited for that it must not write there."""
+
+    sent: Tensor
+    as_it_was: Tensor
     received: Tensor
+    incoming: "Queue[Message]"
+    taken: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
-        self.received.copy_(self.queue.get(timeout=60))
+        theirs = self.incoming.get(timeout=60)
+        self.received.copy_(theirs.sent)
+        theirs.taken.set()
+        assert self.taken.wait(60)
+        assert self.sent.equal(self.as_it_was), "what is sent was written to before it was waited for"
+
+
+Queues = dict[tuple[int, int], "Queue[Message]"]  # from, to
+
+
+def queues_of(cp: int) -> Queues:
+    return {(of, to): Queue() for of in range(cp) for to in range(cp)}
 
 
 @dataclass
@@ -143,7 +182,7 @@ class Case:
 def ran(case: Case, cp: int, documents: Documents | None) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Output, gradients of q and of the sources, each put together; and of weights, summed over the ranks."""
     rows, length = case.q.shape[:2]
-    queues: list[Queue[Tensor]] = [Queue() for _ in range(cp)]
+    queues = queues_of(cp)
 
     def one(rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         part, core = Part(rows, length, case.q.device, cp, rank, documents), case.core()

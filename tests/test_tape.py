@@ -26,7 +26,7 @@ from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.experts import ExpertSegment, Recompute
 from pithtrain.ops.linear import Linears, Region, Segment, Weight, accumulate_dtype
 from pithtrain.ops.norm import rms_norm
-from pithtrain.ops.ring import Part
+from pithtrain.ops.parts import Part
 from pithtrain.ops.router import Balance
 from pithtrain.ops.swiglu import swiglu
 from pithtrain.spec import DistributedSection, Mesh

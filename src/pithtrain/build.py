@@ -18,7 +18,8 @@ from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.init import normal_
 from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype, call, compiled
 from pithtrain.ops.norm import rms_norm
-from pithtrain.ops.ring import Part, Ring, chunks
+from pithtrain.ops.parts import Part, chunks
+from pithtrain.ops.ring import Ring
 from pithtrain.ops.router import Balance, forced_order, with_sums
 from pithtrain.ops.symmetric import Seat, open_peers, seat, why_not
 from pithtrain.pipeline import Pipeline
@@ -87,7 +88,7 @@ def build(spec: RunSpec, world: World) -> Engine:
         config.num_experts,
         *open_lanes(spec, world, symmetric=transport.startswith("symmetric")),
         dedup=spec.moe.dispatch == "dedup",
-        ring=None if world.cp_group is None else Ring(world.cp_group, world.device),
+        ring=None if world.cp_group is None else Ring(world.cp_group),
         coef=spec.moe.aux_loss_coef,
     )
     training, cp = spec.training, world.mesh.cp

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pithtrain.ops.ring import Part
+from pithtrain.ops.parts import Part
 from pithtrain.schedule import P2P, Action, dualpipev
 from pithtrain.tape import (
     Closures,

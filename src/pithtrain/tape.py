@@ -39,7 +39,8 @@ from pithtrain.ops.cross_entropy import linear_cross_entropy
 from pithtrain.ops.dispatch import Edge, Lane, open_exchange
 from pithtrain.ops.experts import ExpertSegment, Recompute
 from pithtrain.ops.linear import Region, Segment, Weight, WeightGrad
-from pithtrain.ops.ring import Attention, Part, Ring
+from pithtrain.ops.parts import Part
+from pithtrain.ops.ring import Attention, Ring
 from pithtrain.ops.router import Routing, shares
 
 Closures = list[WeightGrad]

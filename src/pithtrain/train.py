@@ -42,7 +42,7 @@ from pithtrain.events import Events, Metrics, layer_load
 from pithtrain.models.contract import flops_per_token
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
-from pithtrain.ops.ring import Part, chunks, to_device
+from pithtrain.ops.parts import Part, chunks, to_device
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir, read_lines
 from pithtrain.spec import LrSchedulerSection, RunSpec

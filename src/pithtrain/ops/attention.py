@@ -92,16 +92,34 @@ def kernels_for(q: Tensor, sight: Sight, ragged: bool = False) -> Kernels:
     return CUDNN if fixed and not torch.are_deterministic_algorithms_enabled() else FLASH
 
 
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) with a logit per query head, sinks [Hq] fp32, in the denominator. `out` is changed in place; a bf16
-    one was rounded once before, and is again."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    out.mul_((lse - total).exp_().transpose(1, 2).unsqueeze(-1))
-    return out, total
+def merge_for(q: Tensor) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:
+    if not has_kernel(q):
+        return merge
+    from pithtrain.ops import kernels
+
+    return kernels.merge
+
+
+def merge(acc: Tensor, lse: Tensor, out: Tensor | None, part_lse: Tensor) -> None:
+    """Takes the attention over further keys, (out, part_lse), into (acc [B, S, Hq, Dv], lse [B, Hq, S]), in place:
+
+        new = logaddexp(lse, part_lse);   acc = acc exp(lse - new) + out exp(part_lse - new);   lse = new
+
+    Without `out` those keys have no values: a sink is one. A bf16 acc is rounded every time."""
+    total = torch.logaddexp(lse, part_lse)
+    old, new = ((x - total).exp_().transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse))
+    acc.mul_(old)
+    if out is not None:
+        acc.add_(out * new)
+    lse.copy_(total)
 
 
 def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """[Hq] from the final (out, lse)."""
+    if has_kernel(dout):
+        from pithtrain.ops import kernels
+
+        return kernels.sinks_grad(dout, out, lse, sinks)
     delta_BHS = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
     return -((sinks.to(lse.dtype)[:, None] - lse).exp_() * delta_BHS).sum((0, 2)).to(sinks.dtype)
 

@@ -491,20 +491,66 @@ def _merge(
     top = tl.maximum(own, new)
     total = top + tl.log(tl.exp(own - top) + tl.exp(new - top))
     at = b * acc_b + s * acc_s + h[:, None] * D + d[None, :]
-    x = tl.load(acc + at, mask=keep, other=0.0) * tl.exp(own - total)[:, None]
-    y = tl.load(out + b * out_b + s * out_s + h[:, None] * out_h + d[None, :], mask=keep, other=0.0).to(tl.float32)
-    tl.store(acc + at, x + y * tl.exp(new - total)[:, None], mask=keep)
+    x = tl.load(acc + at, mask=keep, other=0.0).to(tl.float32) * tl.exp(own - total)[:, None]
+    if out is not None:
+        y = tl.load(out + b * out_b + s * out_s + h[:, None] * out_h + d[None, :], mask=keep, other=0.0)
+        x += y.to(tl.float32) * tl.exp(new - total)[:, None]
+    tl.store(acc + at, x.to(acc.dtype.element_ty), mask=keep)
     tl.store(lse + b * lse_b + h * lse_h + s, total, mask=h < H)
 
 
-def merge(acc: Tensor, lse: Tensor, out: Tensor, part_lse: Tensor) -> None:
-    """In place, as ring.merge; acc and lse may be parts of larger ones. A program per token reads acc and out and
+def merge(acc: Tensor, lse: Tensor, out: Tensor | None, part_lse: Tensor) -> None:
+    """In place, as attention.merge; acc and lse may be parts of larger ones. A program per token reads acc and out and
     writes acc once."""
-    batch, length, heads, width = out.shape
-    assert acc.stride()[2:] == (width, 1) and lse.stride(2) == 1 and out.stride(3) == 1
-    block_d = triton.next_power_of_2(width)
-    block_h = min(triton.next_power_of_2(heads), max(1, 4096 // block_d))
+    batch, length, heads, width = acc.shape
+    assert acc.stride()[2:] == (width, 1) and lse.stride(2) == 1 and (out is None or out.stride(3) == 1)
+    block_h, block_d = _head_block(heads, width)
     _merge[batch * length, triton.cdiv(heads, block_h)](
-        *(acc, lse, out, part_lse, length, *acc.stride()[:2], *lse.stride()[:2], *out.stride()[:3]),
+        *(acc, lse, out, part_lse, length, *acc.stride()[:2], *lse.stride()[:2]),
+        *((0, 0, 0) if out is None else out.stride()[:3]),
         *(*part_lse.stride(), heads, width, block_h, block_d),
     )
+
+
+def _head_block(heads: int, width: int) -> tuple[int, int]:
+    """Of a program over one token's heads: 4,096 numbers or, where that is more, one head."""
+    block_d = triton.next_power_of_2(width)
+    return min(triton.next_power_of_2(heads), max(1, 4096 // block_d)), block_d
+
+
+SINK_TOKENS = 16  # of a program: a few rows of partial sums, and enough programs
+
+
+@triton.jit
+def _sinks_grad(
+    dout, out, lse, sinks, part, T, S, lse_b, lse_h,
+    H: constexpr, D: constexpr, BLOCK_H: constexpr, BLOCK_D: constexpr, TOKENS: constexpr
+):  # fmt: skip
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    sink = tl.load(sinks + h, mask=h < H, other=0.0)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for i in range(TOKENS):
+        t = (tl.program_id(0) * TOKENS + i).to(tl.int64)
+        own = (h < H) & (t < T)
+        keep = own[:, None] & (d < D)[None, :]
+        at = (t * H + h[:, None]) * D + d[None, :]
+        x = tl.load(dout + at, mask=keep, other=0.0).to(tl.float32)
+        y = tl.load(out + at, mask=keep, other=0.0).to(tl.float32)
+        own_lse = tl.load(lse + t // S * lse_b + h * lse_h + t % S, mask=own, other=float("inf"))
+        total += tl.exp(sink - own_lse) * tl.sum(x * y, axis=1)
+    tl.store(part + tl.program_id(0) * H + h, total, mask=h < H)
+
+
+def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """As attention.sinks_grad: dout and out are read once; sums of `SINK_TOKENS` tokens are then summed by torch."""
+    batch, length, heads, width = out.shape
+    dout, out, tokens = dout.contiguous(), out.contiguous(), batch * length
+    assert lse.stride(2) == 1
+    programs, (block_h, block_d) = triton.cdiv(tokens, SINK_TOKENS), _head_block(heads, width)
+    part = lse.new_empty(programs, heads)
+    _sinks_grad[programs, triton.cdiv(heads, block_h)](
+        *(dout, out, lse, sinks, part, tokens, length, *lse.stride()[:2]),
+        *(heads, width, block_h, block_d, SINK_TOKENS),
+    )
+    return -part.sum(0)

@@ -1,189 +1,78 @@
-"""Attention of one layer and micro-batch, over whole sequences or, with keys that go round a ring, over parts of them.
+"""Attention of one layer and micro-batch, over whole sequences or, with keys that travel, over parts of them.
 
-**Parts.** With C = cp ranks a sequence is cut into 2C chunks and rank c holds chunks c and 2C-1-c (zigzag), so every
-rank has as much to see as any other. Tokens, labels and positions are cut alike; `chunks` is where that stands.
-
-**Ring.** At step t a rank holds the keys and values of rank j = (c - t) mod C. Without windows and documents:
-
-    j = c   all queries, all keys, causal      (a part is in the order of its positions, so causal here is causal there)
-    j < c   all queries, the keys of j's first chunk, all visible
-    j > c   the queries of the second chunk, all keys, all visible
-
-half a square each. With documents or a window the own chunks are one packed call, and what a query chunk sees of an
-earlier key chunk is one rectangle a sequence: the only document that reaches from one into the other holds the end of
-the one and the start of the other, and a window cuts the rectangle by a diagonal (`_rectangle`). No work is done for
-what is not seen; the keys travel on.
-
-Blocks are merged in fp32, with one rounding at the end and sinks once, last:
-
-    new = logaddexp(lse, lse_t);   acc = acc exp(lse - new) + O_t exp(lse_t - new);   lse = new
+**Ring.** Each rank holds two chunks of a sequence (`parts`) and sees those of the others in blocks of keys that go
+round: C - 1 hops, between two buffers, the keys of step t + 1 beside the compute of step t. What a window or a document
+hides costs no work; the keys travel on. Blocks are summed in fp32, each rounded once by its kernel, and sinks come
+once, last (`attention.merge`).
 
 The backward gives every block the final (O, lse). dQ stays; the gradients of keys and values travel behind them in fp32
-and are home after C hops. Keys of step t + 1 fly while t computes, between two buffers; so do gradients. So memory does
-not grow with C. What is kept for the backward: q, this rank's keys and values, (O, lse).
+and are home after C hops. So memory does not grow with C. What is kept for the backward: q, this rank's keys and
+values, (O, lse).
+
+**Edges.** Where a window reaches no further than the chunk before a query's own, nothing goes round: the last
+window - 1 keys of each chunk go to the rank of the chunk behind it, a neighbour, and their gradients come back: one
+exchange each way, whatever C. A key then has one gradient beside that of its own chunk, and a query one output beside
+its own, so that sums in the compute type lose nothing to those in fp32 that are rounded at the end.
+
+Every rank makes the same exchanges in the same order: they follow from C and the window, whatever the documents.
 
 **What travels** is what the layer's keys and values are made of: themselves, or MLA's latent and one rotated key, 1,152
 bytes a token instead of 10,240, from which every block is made on arrival (`Expand`).
 
-Bytes on the wire per rank, layer and micro-batch, m tokens on the rank: forward (C - 1) m w, backward (C - 1) m w + C m
-(2 w), with w = 2 (Hkv (Dk + Dv)) in bf16: 1,024 Hkv for heads of 128.
+Bytes on the wire per rank, layer and micro-batch, m tokens on the rank, w bytes of a token's keys and values in bf16:
+2 Hkv (Dk + Dv), 512 Hkv for heads of 128. With recomputation of everything the forward's go twice; a balance loss adds
+a sum of its counts, sets x experts.
+
+    ring     forward (C - 1) m w; backward (C - 1) m w + C m (2 w)
+    edges    forward 2 B (window - 1) w; backward twice that
 
 Legend: B sequences, S positions on this rank, n = S / 2 of a chunk, Hq query and Hkv key/value heads.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pithtrain.ops.attention import Packed, Sight, add_sinks, kernels_for, sinks_grad
-from pithtrain.ops.dispatch import Lane
-from pithtrain.ops.linear import Weight, WeightGrad, accumulate_dtype, add_sum, add_weight_grad, has_kernel
-
-ALL = slice(None)
-
-
-# ---- which positions a rank holds, and what they see -----------------------------------------------------------------
-
-
-def chunks(length: int, cp: int, rank: int) -> tuple[slice, ...]:
-    """The positions of a sequence that a rank holds, in their order."""
-    if cp == 1:
-        return (slice(0, length),)
-    n = length // (2 * cp)
-    return tuple(slice(chunk * n, (chunk + 1) * n) for chunk in (rank, 2 * cp - 1 - rank))
-
-
-class Call(NamedTuple):
-    """One call of a kernel pair: of these sequences, these queries of the part and these keys of the block."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-    sight: Sight
-
-
-class Part:
-    """What one rank holds of the sequences of a micro-batch, and what of it sees what. Host arithmetic, and two tensors
-    copied to the device."""
-
-    def __init__(
-        self,
-        rows: int,
-        length: int,
-        device: torch.device,
-        cp: int = 1,
-        rank: int = 0,
-        documents: Sequence[Sequence[int]] | None = None,
-    ):
-        """`length`: of a whole sequence. `documents`: where those of each sequence begin, 0 first, ascending; None: the
-        sequence is one stream in which everything is seen."""
-        own = chunks(length, cp, rank)
-        self.rows, self.length, self.cp, self.rank = rows, length, cp, rank
-        # rows of one document each are streams, and take the faster kernels
-        self.documents = None if documents is None or all(len(starts) == 1 for starts in documents) else documents
-        whole = torch.arange(length).expand(rows, -1)
-        if self.documents is not None:
-            begin = torch.zeros(rows, length, dtype=torch.int64)
-            for row, starts in enumerate(self.documents):
-                begin[row, list(starts)] = torch.tensor(starts)
-            whole = whole - begin.cummax(1).values
-        self.positions_BS = to_device(torch.cat([whole[:, chunk] for chunk in own], 1), device)
-        self.packed = None
-        if self.documents is not None or cp > 1:
-            cuts = [0]
-            for row in range(rows):
-                inner = () if self.documents is None else self.documents[row]
-                for chunk in own:  # a document begins within it, or a piece of one at its start
-                    at = cuts[-1] - chunk.start
-                    cuts += [at + s for s in inner if chunk.start < s < chunk.stop] + [at + chunk.stop]
-            longest = max(b - a for a, b in itertools.pairwise(cuts))
-            self.packed = Packed(tuple(cuts), to_device(torch.tensor(cuts, dtype=torch.int32), device), longest)
-        self._steps: dict[int | None, list[list[Call]]] = {}
-
-    def steps(self, window: int | None) -> list[list[Call]]:
-        """The calls of each ring step; the first of all covers every query."""
-        if window is not None and window >= self.length:
-            window = None
-        if window not in self._steps:
-            self._steps[window] = [self._step((self.rank - t) % self.cp, window) for t in range(self.cp)]
-        return self._steps[window]
-
-    def _step(self, owner: int, window: int | None) -> list[Call]:
-        """What this rank's queries see of the keys of the rank `owner`."""
-        stream = self.documents is None and window is None
-        own = [Call(ALL, ALL, ALL, Sight(True, window, None if stream else self.packed))] if owner == self.rank else []
-        if self.cp == 1 or (stream and own):
-            return own
-        n = self.length // (2 * self.cp)
-        if stream:
-            queries, keys = (ALL, slice(0, n)) if owner < self.rank else (slice(n, 2 * n), ALL)
-            return [Call(ALL, queries, keys, Sight(causal=False))]
-        calls = own
-        mine, theirs = (chunks(self.length, self.cp, rank) for rank in (self.rank, owner))
-        rows = [ALL] if self.documents is None else [slice(row, row + 1) for row in range(self.rows)]
-        for row, (i, a), (j, b) in itertools.product(rows, enumerate(mine), enumerate(theirs)):
-            if b.start < a.start:
-                starts = (0,) if self.documents is None else self.documents[row.start]
-                begin = max(s for s in starts if s < b.stop)  # of the document that holds the last key of b
-                end = min((s for s in starts if s >= b.stop), default=self.length)
-                keys, queries = range(max(begin, b.start), b.stop), range(a.start, min(end, a.stop))
-                if found := _rectangle(queries, keys, window):
-                    keys, queries, sight = found
-                    at = slice(queries.start - a.start + i * n, queries.stop - a.start + i * n)
-                    calls.append(Call(row, at, slice(keys.start - b.start + j * n, keys.stop - b.start + j * n), sight))
-        return calls
-
-
-def _rectangle(queries: range, keys: range, window: int | None) -> tuple[range, range, Sight] | None:
-    """(keys, queries, sight) of what is left of positions of which all keys lie before all queries, in a window of so
-    many keys: keys that no query sees and queries that see no key are cut away. None where nothing is left."""
-    if window is not None and len(queries):
-        keys = range(max(keys.start, queries.start - window + 1), keys.stop)
-        queries = range(queries.start, min(queries.stop, keys.stop - 1 + window))
-    if not len(keys) or not len(queries):
-        return None
-    if window is None or queries[-1] - keys.start < window:
-        return keys, queries, Sight(causal=False)
-    # a kernel takes query i of Sq to stand at key i + Sk - Sq
-    return keys, queries, Sight(False, window - (queries.stop - keys.stop))
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for what is queued."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.contiguous()
-
+from pithtrain.ops.attention import kernels_for, merge_for, sinks_grad
+from pithtrain.ops.linear import Weight, WeightGrad, accumulate_dtype, add_sum, add_weight_grad
+from pithtrain.ops.parts import ALL, Part
 
 # ---- the ring --------------------------------------------------------------------------------------------------------
 
 
 class Ring:
-    """The ranks that share sequences. What they exchange is launched from the lane's stream, behind what was queued by
-    then, so that it flies beside what is queued next. Every rank makes the same calls in the same order."""
+    """The ranks that share sequences. An exchange starts behind what is queued on the current stream by then, and runs
+    beside what is queued next until it is waited for."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self._lane, self.size = group, Lane(group, device), group.size()
-        ranks, rank = dist.get_process_group_ranks(group), group.rank()
-        self._next, self._previous = ranks[(rank + 1) % self.size], ranks[rank - 1]
+    def __init__(self, group: dist.ProcessGroup):
+        self._group, self.size, self._rank = group, group.size(), group.rank()
+        ranks = dist.get_process_group_ranks(group)
+        self._next, self._previous = ranks[(self._rank + 1) % self.size], ranks[self._rank - 1]
 
     def hop(self, sent: Tensor, received: Tensor) -> list[dist.Work]:
         """`sent` to the next rank while the previous one's arrives in `received`."""
-        with self._lane.after(self._lane.mark()):
-            return dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, sent, self._next, self._group),
-                    dist.P2POp(dist.irecv, received, self._previous, self._group),
-                ]
-            )
+        return self._start((sent, received, self._next, self._previous))
+
+    def swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
+        """With the previous and the next rank, in this order; the first rank has none before it, the last none
+        behind."""
+        there = (self._rank > 0, self._previous), (self._rank < self.size - 1, self._next)
+        pairs = zip(sent, received, there, strict=True)
+        return self._start(*((out, into, peer, peer) for out, into, (is_there, peer) in pairs if is_there))
+
+    def _start(self, *messages: tuple[Tensor, Tensor, int, int]) -> list[dist.Work]:
+        ops: list[dist.P2POp] = []
+        for sent, received, to, of in messages:
+            ops += dist.P2POp(dist.isend, sent, to, self._group), dist.P2POp(dist.irecv, received, of, self._group)
+        return dist.batch_isend_irecv(ops)
 
     def sum(self, value: Tensor) -> dist.Work:
         """Start summing in place."""
-        with self._lane.after(self._lane.mark()):
-            work = dist.all_reduce(value, group=self._group, async_op=True)
+        work = dist.all_reduce(value, group=self._group, async_op=True)
         assert work is not None
         return work
 
@@ -191,6 +80,107 @@ class Ring:
 def _wait(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
+
+
+Pieces = Sequence[tuple[slice, slice, Sequence[Tensor]]]  # of sequences and keys of a block, gradients of its sources
+
+
+def _add(sources: Sequence[Tensor], pieces: Pieces) -> None:
+    for rows, keys, grads in pieces:
+        for source, grad in zip(sources, grads, strict=True):
+            source[rows, keys] += grad
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """As one message."""
+    return torch.cat([x.flatten() for x in tensors])
+
+
+def _unpack(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views, of as many positions as there are."""
+    widths = [x.shape[2:].numel() for x in like]
+    positions = len(packet) // sum(widths)
+    parts = packet.split([positions * width for width in widths])
+    return [part.view(len(x), -1, *x.shape[2:]) for part, x in zip(parts, like, strict=True)]
+
+
+class Round:
+    """The sources of all keys go round the ranks, and their gradients behind them."""
+
+    def __init__(self, ring: Ring, sources: Sequence[Tensor]):
+        self._ring, self._packet = ring, _pack(sources)
+        self._own = _unpack(self._packet, sources)
+        self.dtype = accumulate_dtype(self._packet.dtype)  # of sums
+
+    def blocks(self) -> Iterator[Sequence[Tensor]]:
+        """Sources of each step's keys; while one is used the next arrives."""
+        buffers = [torch.empty_like(self._packet) for _ in range(min(2, self._ring.size - 1))]
+        block = self._packet
+        for t in range(self._ring.size - 1):
+            works = self._ring.hop(block, buffers[t % 2])
+            yield _unpack(block, self._own)
+            _wait(works)
+            block = buffers[t % 2]
+        yield _unpack(block, self._own)
+
+    def give(self, t: int, pieces: Pieces) -> None:
+        """The gradients of step t's sources."""
+        if t == 0:
+            first, *pieces = pieces
+            self._grads = [torch.empty_like(self._packet, dtype=self.dtype) for _ in range(2)]
+            torch.cat([grad.flatten() for grad in first[2]], out=self._grads[0])
+            self._returning: list[dist.Work] = []
+        _wait(self._returning)
+        _add(_unpack(self._grads[t % 2], self._own), pieces)
+        self._returning = self._ring.hop(self._grads[t % 2], self._grads[1 - t % 2])
+
+    def home(self) -> list[Tensor]:
+        """The gradients of this rank's sources, of all blocks."""
+        _wait(self._returning)
+        return [x.to(self._packet.dtype) for x in _unpack(self._grads[self._ring.size % 2], self._own)]
+
+
+class Edges:
+    """As `Round`, of the last `halo` positions of each chunk and the rank of the chunk behind it: the next rank for the
+    first chunk, the previous one for the second."""
+
+    def __init__(self, ring: Ring, sources: Sequence[Tensor], halo: int):
+        self._ring, self._own, self._halo = ring, sources, halo
+        self.dtype = sources[0].dtype
+
+    def _ends(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What goes to the previous rank, and what to the next."""
+        n, halo = tensors[0].shape[1] // 2, self._halo
+        return [x[:, 2 * n - halo :] for x in tensors], [x[:, n - halo : n] for x in tensors]
+
+    def blocks(self) -> Iterator[Sequence[Tensor]]:
+        sent = [_pack(end) for end in self._ends(self._own)]
+        received = [torch.empty_like(x) for x in sent]
+        works = self._swap(sent, received)
+        yield self._own
+        _wait(works)
+        yield from (_unpack(x, self._own) for x in received)
+
+    def give(self, t: int, pieces: Pieces) -> None:
+        if t == 0:
+            (_, _, self._grads), *pieces = pieces
+            _add(self._grads, pieces)
+            self._sent, self._received = (
+                [torch.zeros_like(_pack(end)) for end in self._ends(self._own)] for _ in range(2)
+            )
+            return
+        _add(_unpack(self._sent[t - 1], self._own), pieces)
+        if t == 2:
+            self._returning = self._swap(self._sent, self._received)
+
+    def home(self) -> list[Tensor]:
+        _wait(self._returning)
+        for end, packet in zip(self._ends(self._grads), self._received, strict=True):
+            _add(end, [(ALL, ALL, _unpack(packet, self._own))])
+        return [grad.to(self.dtype) for grad in self._grads]
+
+    def _swap(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
+        return self._ring.swap(sent, received) if self._halo else []
 
 
 # ---- a layer's attention ---------------------------------------------------------------------------------------------
@@ -231,20 +221,21 @@ class Attention:
 
     def __init__(self, core: Core, part: Part, ring: Ring | None, q: Tensor, *sources: Tensor):
         """`ring`: None where the part is whole."""
-        self._core, self._part, self._ring, self._q = core, part, ring, q
-        self._kv: tuple[Tensor, Tensor] | None = None  # with one part: made once
+        self._core, self._part, self._q = core, part, q
+        self._travel: Round | Edges | None = None
         if ring is None:
             self._sources = sources
             [[call]] = part.steps(core.window)
             k, v = self._kv = self._expand(sources)
             out, lse = kernels_for(q, call.sight).forward(q, k, v, core.scale, call.sight)
         else:
-            self._packet = torch.cat([x.flatten() for x in sources])
-            self._shapes = [x.shape for x in sources]
-            out, lse = self._forward(ring)
+            halo = part.halo(core.window)
+            self._travel = Round(ring, sources) if halo is None else Edges(ring, sources, halo)
+            out, lse = self._forward(self._travel)
         if core.sinks is not None:
-            out, lse = add_sinks(out, lse, core.sinks.data)
-        self._out, self._lse = out.to(q.dtype), lse
+            out, sinks = out.contiguous(), core.sinks.data.to(lse.dtype)
+            merge_for(q)(out, lse, None, sinks[:, None].expand_as(lse))
+        self._out, self._lse = out.to(q.dtype).contiguous(), lse  # not part of what a kernel has padded
         self.out = self._out.flatten(2)
 
     def backward(self, dout: Tensor, ready: list[WeightGrad]) -> list[Tensor]:
@@ -254,9 +245,8 @@ class Attention:
         if core.sinks is not None:
             dsinks = sinks_grad(dout, self._out, self._lse, core.sinks.data)
             core.sinks.add(lambda main, beta: add_sum(main, beta, dsinks))
-        if self._ring is not None:
-            return self._backward(dout, self._ring)
-        assert self._kv is not None, "one part keeps its keys and values"
+        if self._travel is not None:
+            return self._backward(dout, self._travel)
         [[call]] = self._part.steps(core.window)
         pair = kernels_for(q, call.sight)
         dq, dk, dv = pair.backward(dout, q, *self._kv, self._out, self._lse, core.scale, call.sight)
@@ -264,7 +254,7 @@ class Attention:
             return [dq, dk, dv]
         grads, dy, x = expand.backward(dk, dv, *self._sources)
         ready.append(lambda: expand.weight.add(lambda main, beta: add_weight_grad(main, beta, dy, x)))
-        return [dq, *grads]
+        return [dq, *(grad.to(q.dtype) for grad in grads)]
 
     def _expand(self, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         if self._core.expand is not None:
@@ -272,77 +262,45 @@ class Attention:
         k, v = sources
         return k, v
 
-    def _views(self, packet: Tensor) -> list[Tensor]:
-        """The sources in what travels."""
-        parts = packet.split([shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-    def _forward(self, ring: Ring) -> tuple[Tensor, Tensor]:
-        part, q, scale = self._part, self._q, self._core.scale
-        buffers, block = [torch.empty_like(self._packet) for _ in range(2)], self._packet
-        acc, lse = q.new_empty(0), q.new_empty(0)
-        for t, calls in enumerate(part.steps(self._core.window)):
-            works = ring.hop(block, buffers[t % 2]) if t + 1 < ring.size else []
-            for i, (rows, queries, keys, sight) in enumerate(calls):
-                k, v = self._expand([x[rows, keys] for x in self._views(block)])
-                pair = kernels_for(q, sight, part.documents is not None)
-                out_t, lse_t = pair.forward(q[rows, queries], k, v, scale, sight)
-                if t == i == 0:
-                    acc = torch.empty_like(
-                        out_t, dtype=accumulate_dtype(q.dtype), memory_format=torch.contiguous_format
-                    )
-                    acc.copy_(out_t)
-                    lse = lse_t.contiguous()
-                else:
-                    merge(acc[rows, queries], lse[rows, :, queries], out_t, lse_t)
-            _wait(works)
-            block = buffers[t % 2]
-        return acc, lse
-
-    def _backward(self, dout: Tensor, ring: Ring) -> list[Tensor]:
-        core, part, q = self._core, self._part, self._q
-        expand, wide = core.expand, accumulate_dtype(q.dtype)
-        buffers, block = [torch.empty_like(self._packet) for _ in range(2)], self._packet
-        grads = [torch.zeros_like(self._packet, dtype=wide), torch.empty_like(self._packet, dtype=wide)]
-        dq = torch.zeros_like(q, dtype=wide)
-        dweight = None if expand is None else torch.zeros_like(expand.weight.main_grad)
-        returning: list[dist.Work] = []
-        for t, calls in enumerate(part.steps(core.window)):
-            works = ring.hop(block, buffers[t % 2]) if t + 1 < ring.size else []
-            local: list[tuple[slice, slice, tuple[Tensor, ...]]] = []
+    def _forward(self, travel: Round | Edges) -> tuple[Tensor, Tensor]:
+        part, q, core = self._part, self._q, self._core
+        found: tuple[Tensor, Tensor] | None = None
+        for block, calls in zip(travel.blocks(), part.steps(core.window), strict=True):
             for rows, queries, keys, sight in calls:
-                sources = [x[rows, keys] for x in self._views(block)]
+                k, v = self._expand([x[rows, keys] for x in block])
+                pair = kernels_for(q, sight, part.documents is not None)
+                out_t, lse_t = pair.forward(q[rows, queries], k, v, core.scale, sight)
+                if found is None:  # all queries
+                    found = out_t.to(travel.dtype).contiguous(), lse_t.contiguous()
+                else:
+                    acc, lse = found
+                    merge_for(q)(acc[rows, queries], lse[rows, :, queries], out_t, lse_t)
+        assert found is not None
+        return found
+
+    def _backward(self, dout: Tensor, travel: Round | Edges) -> list[Tensor]:
+        core, part, q, expand = self._core, self._part, self._q, self._core.expand
+        dq: Tensor | None = None
+        dweight = None if expand is None else torch.empty_like(expand.weight.main_grad)
+        for t, (block, calls) in enumerate(zip(travel.blocks(), part.steps(core.window), strict=True)):
+            pieces: list[tuple[slice, slice, Sequence[Tensor]]] = []
+            for rows, queries, keys, sight in calls:
+                sources = [x[rows, keys] for x in block]
                 k, v = self._expand(sources)
                 do, mine, out = (x[rows, queries] for x in (dout, q, self._out))
                 pair = kernels_for(q, sight, part.documents is not None)
-                dq_t, *dkv = pair.backward(do, mine, k, v, out, self._lse[rows, :, queries], core.scale, sight)
-                dq[rows, queries] += dq_t
+                dq_t, *grads = pair.backward(do, mine, k, v, out, self._lse[rows, :, queries], core.scale, sight)
                 if expand is not None and dweight is not None:
-                    dkv, dy, x = expand.backward(*dkv, *sources)
-                    add_weight_grad(dweight, 1, dy, x)
-                local.append((rows, keys, tuple(dkv)))
-            _wait(returning)
-            for rows, keys, found in local:
-                for view, grad in zip(self._views(grads[t % 2]), found, strict=True):
-                    view[rows, keys] += grad
-            returning = ring.hop(grads[t % 2], grads[1 - t % 2])
-            _wait(works)
-            block = buffers[t % 2]
-        _wait(returning)
+                    grads, dy, x = expand.backward(*grads, *sources)
+                    add_weight_grad(dweight, int(dq is not None), dy, x)
+                if dq is None:  # all queries
+                    dq = dq_t.to(travel.dtype)
+                else:
+                    dq[rows, queries] += dq_t
+                pieces.append((rows, keys, grads))
+            travel.give(t, pieces)
+        assert dq is not None
+        dq = dq.to(q.dtype)
         if expand is not None and dweight is not None:
             expand.weight.add(lambda main, beta: add_sum(main, beta, dweight))
-        return [dq.to(q.dtype), *(view.to(q.dtype) for view in self._views(grads[ring.size % 2]))]
-
-
-def merge(acc: Tensor, lse: Tensor, out: Tensor, part_lse: Tensor) -> None:
-    """Takes the attention over further keys, (out, part_lse), into (acc [B, S, Hq, Dv] fp32, lse [B, Hq, S]): the
-    formula at the top."""
-    if has_kernel(out):
-        from pithtrain.ops import kernels
-
-        kernels.merge(acc, lse, out, part_lse)
-        return
-    total = torch.logaddexp(lse, part_lse)
-    old, new = ((x - total).exp_().transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse))
-    acc.mul_(old).add_(out * new)
-    lse.copy_(total)
+        return [dq, *travel.home()]

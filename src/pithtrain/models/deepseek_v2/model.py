@@ -87,10 +87,10 @@ class Latent:
         return torch.cat((kv[..., : self.nope], k_rope.expand(-1, -1, self.heads, -1)), -1), kv[..., self.nope :]
 
     def backward(self, dk: Tensor, dv: Tensor, *sources: Tensor) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        """Gradients of latent and k_rope; dy and x of the weight's."""
+        """Gradients of latent, and of k_rope in the accumulate dtype; dy and x of the weight's."""
         dkv = torch.cat((dk[..., : self.nope], dv), -1).flatten(2)
         dk_rope = dk[..., self.nope :].sum(2, keepdim=True, dtype=accumulate_dtype(dk.dtype))
-        return (dkv @ self.weight.data, dk_rope.to(dk.dtype)), dkv, sources[0]
+        return (dkv @ self.weight.data, dk_rope), dkv, sources[0]
 
 
 def _before(
