@@ -20,6 +20,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from pydantic import BaseModel
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pithtrain.build import Engine, build, device_type
 from pithtrain.models.contract import ModelConfig, load_config
@@ -259,6 +263,29 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     """||a - b|| / ||b||; 0 where both are zero."""
     difference, size = float(np.linalg.norm(a - b)), float(np.linalg.norm(b))
     return difference / size if size else difference
+
+
+class Alive(TorchDispatchMode):
+    """The storages that operations made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0  # of `bytes`
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in given:
+                size = storage.nbytes() if x.is_floating_point() else 0
+                self._made[storage._cdata] = (StorageWeakRef(storage), size)
+        self.peak = max(self.peak, self.bytes())
+        return out
+
+    def bytes(self) -> int:
+        """Of floating-point tensors with more than one number."""
+        return sum(size for ref, size in self._made.values() if size > 8 and not ref.expired())
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------

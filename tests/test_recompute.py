@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness import (
     ALONE,
+    Alive,
     Pool,
     Ran,
     assemble,
@@ -140,27 +138,6 @@ def test_case_062_ties_are_routed_in_a_rerun_as_they_were(pool: Pool) -> None:
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
-
-
-class Alive(TorchDispatchMode):
-    """The storages that operations made and that are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in given:
-                size = storage.nbytes() if x.is_floating_point() else 0
-                self._made[storage._cdata] = (StorageWeakRef(storage), size)
-        return out
-
-    def bytes(self) -> int:
-        """Of floating-point tensors with more than one number."""
-        return sum(size for ref, size in self._made.values() if size > 8 and not ref.expired())
 
 
 def kept(spec: RunSpec) -> int:

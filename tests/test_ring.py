@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Queue
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from harness import make_spec, single
+from harness import Alive, make_spec, single
 from oracle import logits_of
 from pithtrain.build import build
 from pithtrain.models.deepseek_v2.model import Latent
@@ -179,8 +179,14 @@ class Case:
     core: Callable[[], Core]
 
 
-def ran(case: Case, cp: int, documents: Documents | None) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Output, gradients of q and of the sources, each put together; and of weights, summed over the ranks."""
+Log = list[tuple[str, int]]
+
+
+def ran(
+    case: Case, cp: int, documents: Documents | None, logs: list[Log] | None = None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Output, gradients of q and of the sources, each put together; and of weights, summed over the ranks. `logs` gets
+    what each rank has exchanged."""
     rows, length = case.q.shape[:2]
     queues = queues_of(cp)
 
@@ -193,6 +199,8 @@ def ran(case: Case, cp: int, documents: Documents | None) -> tuple[list[Tensor],
         grads = made.backward(cut(case.dout, cp, rank).flatten(2), ready)
         for closure in ready:
             closure()
+        if logs is not None:
+            logs.append(ring.log)
         weights = [w for w in (core.sinks, core.expand and core.expand.weight) if w is not None]
         return [made.out.unflatten(2, (case.q.shape[2], -1)), *grads], {w.name: w.main_grad for w in weights}
 
@@ -306,6 +314,56 @@ def test_the_latent_s_weight_counts_one_contribution_a_micro_batch() -> None:
     case.core = counting
     ran(case, 4, None)
     assert len(counts) == 4, "one of each rank"
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 8])
+def test_every_rank_exchanges_the_same_in_the_same_order(cp: int, window: int | None) -> None:
+    """Whatever the documents: nothing else keeps ranks from waiting for each other for ever. A window that reaches the
+    chunk before its own and no further takes one exchange of edges each way, of window - 1 keys of two sequences, and
+    one for the gradients; a window of one key takes none."""
+    n, width = LENGTH // (2 * cp), 2 * (6 + 3)
+    keys = 2 * LENGTH // cp * width
+    around = [("hop", keys)] * (cp - 1) + [("hop", keys)] * (2 * cp - 1)
+    edge = 0 if window is None else 2 * (window - 1) * width
+    want = around if window is None or window - 1 > n else [("swap", edge)] * 3 if edge else []
+    for documents in (None, (ONES, LONG), (MIXED, ONE)):
+        logs: list[Log] = []
+        ran(grouped(torch.float64, window, True), cp, documents, logs)
+        assert logs == [want] * cp, documents
+
+
+class Alone:
+    """A ring in which this rank is every other one too."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def hop(self, sent: Tensor, received: Tensor) -> list[Any]:
+        received.copy_(sent)
+        return []
+
+    def swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+        for out, into in zip(sent, received, strict=True):
+            into.copy_(out)
+        return []
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "latent"])
+def test_memory_does_not_grow_with_the_number_of_ranks(kind: str) -> None:
+    """Bytes alive at the fullest moment of a forward and a backward, for the same tokens a rank; the plain pair's
+    scores, which no kernel writes, are those of its largest call, the own keys'."""
+    peaks: list[int] = []
+    for cp in (2, 4, 8):
+        case = (
+            latent(torch.float32) if kind == "latent" else grouped(torch.float32, 5 if kind == "window" else None, True)
+        )
+        core, part, ring = case.core(), Part(2, LENGTH * cp, CPU, cp, cp - 1), cast(Any, Alone(cp))
+        with Alive() as alive:
+            made = Attention(core, part, ring, case.q, *case.sources)
+            made.backward(case.dout.flatten(2), [])
+        peaks.append(alive.peak)
+    assert peaks[1] <= peaks[0] * 1.25 and peaks[2] == peaks[1], peaks
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
