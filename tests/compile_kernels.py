@@ -82,6 +82,10 @@ def main() -> None:
         scalars = [torch.zeros(())] * 3
         options = (1e-3, (0.9, 0.95), 1e-8, 0.1, rounding_keys(0, "w"), 0)
         kernels.adamw(*state, torch.zeros(rows, dtype=BF16), *scalars, *options)
+    out, lse, sinks = torch.zeros(2, 16, 8, 64, dtype=BF16), torch.zeros(2, 8, 16), torch.zeros(8)
+    for acc, more in ((out.float(), out), (out, out), (out.float(), None), (out, None)):
+        kernels.merge(acc, lse, more, sinks[:, None].expand_as(lse) if more is None else lse)
+    kernels.sinks_grad(out, out, lse, sinks)
 
 
 INNER = ("_gate_and_up",)  # called by kernels, never launched

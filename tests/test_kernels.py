@@ -12,7 +12,7 @@ from torch import Tensor
 from harness import make_spec, single
 from pithtrain.build import build
 from pithtrain.models.deepseek_v2.config import VARIANTS
-from pithtrain.ops.attention import merge
+from pithtrain.ops.attention import merge, sinks_grad
 from pithtrain.ops.cross_entropy import IGNORE, plain_loss_and_grad
 from pithtrain.ops.grouped import plain_grouped_sum, plain_grouped_weight_grad
 from pithtrain.ops.permute import SlotBias, order_slots, plain_ordered_sum
@@ -275,3 +275,21 @@ def test_merging_blocks_of_attention(heads: int, width: int, packed: bool) -> No
     kernels.merge(acc[1:, 4:9], lse[1:, :, 4:9], out, part)
     torch.testing.assert_close(acc.double(), want_acc, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(4, 8), (5, 48), (64, 128)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_and_their_gradient(heads: int, width: int, packed: bool) -> None:
+    """One more key without a value; 17 tokens a sequence, so that programs cross the end of one and the last is not
+    full. lse as the flash ops give it too."""
+    acc, sinks = rand(3, 17, heads, width, dtype=torch.float32), rand(heads, dtype=torch.float32)
+    lse = rand(*((heads, 3) if packed else (3, heads)), 17, dtype=torch.float32)
+    lse = lse.transpose(0, 1) if packed else lse
+    part, dout = sinks[:, None].expand(3, -1, 17), rand(*acc.shape, dtype=torch.float32)
+    want, want_lse = acc.double(), lse.double()
+    merge(want, want_lse, None, part.double())
+    kernels.merge(acc, lse, None, part)
+    torch.testing.assert_close(acc.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    want_grad = sinks_grad(dout.double(), want, want_lse, sinks.double())
+    torch.testing.assert_close(kernels.sinks_grad(dout, acc, lse, sinks).double(), want_grad, rtol=1e-4, atol=1e-4)
