@@ -47,7 +47,7 @@ from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
 from pithtrain.ops import kernels
-from pithtrain.ops.attention import CUDNN, FLASH, Sight
+from pithtrain.ops.attention import CUDNN, FLASH, Sight, merge
 from pithtrain.ops.cross_entropy import CHUNK, plain_loss_and_grad
 from pithtrain.ops.grouped import (
     grouped_linear,
@@ -175,6 +175,8 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     yield from product_cases(shape, "down", shape.hidden, shape.width, slots.ends_E, rand)
     yield cross_entropy_case(shape, rand)
     yield merge_case(shape, rand)
+    if shape.bias:
+        yield from sinks_cases(shape, rand)
     if shape.parameters:
         for moments in (torch.float32, torch.bfloat16):
             yield adamw_case(shape.parameters, shape.name, dtype, moments, device)
@@ -288,15 +290,33 @@ def merge_case(shape: Shape, rand: Rand) -> Case:
     heads, _, _, width = shape.heads
     out, part = rand(1, shape.tokens, heads, width), rand(1, heads, shape.tokens, dtype=torch.float32)
     mine, theirs = ((out.float(), part.clone()) for _ in range(2))
-
-    def twin() -> list[Tensor]:
-        acc, lse = theirs
-        total = torch.logaddexp(lse, part)
-        old, new = ((x - total).exp_().transpose(1, 2).unsqueeze(-1) for x in (lse, part))
-        return [acc.mul_(old).add_(out * new), lse.copy_(total)]
-
     num_bytes = (8 + out.element_size()) * out.numel() + 12 * part.numel()
-    return Case("merge", shape.name, lambda: (kernels.merge(*mine, out, part), [*mine])[1], twin, num_bytes)
+    return Case(
+        *("merge", shape.name, lambda: (kernels.merge(*mine, out, part), [*mine])[1]),
+        *(lambda: (merge(*theirs, out, part), [*theirs])[1], num_bytes),
+    )
+
+
+def sinks_cases(shape: Shape, rand: Rand) -> Iterator[Case]:
+    """Into the output, in place, and their gradient."""
+    heads, _, _, width = shape.heads
+    out, dout, sinks = rand(1, shape.tokens, heads, width), rand(1, shape.tokens, heads, width), rand(heads).float()
+    lse = rand(1, heads, shape.tokens, dtype=torch.float32)
+    mine, theirs = ((out.clone(), lse.clone()) for _ in range(2))
+    part = sinks[:, None].expand_as(lse)
+    yield Case(
+        *("sinks", shape.name, lambda: (kernels.merge(*mine, None, part), [*mine])[1]),
+        *(lambda: (merge(*theirs, None, part), [*theirs])[1], 2.0 * out.nbytes),
+    )
+
+    def twin() -> Tensor:
+        delta = (dout.float() * out).sum(-1).transpose(1, 2)
+        return -((part - lse).exp_() * delta).sum((0, 2))
+
+    yield Case(
+        *("sinks_grad", shape.name, lambda: kernels.sinks_grad(dout, out, lse, sinks), twin),
+        2.0 * out.nbytes + lse.nbytes,
+    )
 
 
 def weight_grad(
