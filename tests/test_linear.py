@@ -105,6 +105,17 @@ def test_micro_batches_in_flight_and_closures_in_any_order(order: tuple[int, ...
         assert_near(grad, weights[name], 1e-14)
 
 
+def test_what_goes_on_elsewhere_brings_its_gradient_along() -> None:
+    """In the graph, beside the input's own; the output that stands for it is neither told nor read."""
+    region, (x, z, dy0, dy1) = make_region(), inputs(0)
+    alone, both = (Segment(region, x, z, through=through) for through in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(alone.take(), both.take(), strict=True))
+    along = random(77, *x.shape)
+    (dx, dz), (dx_both, dz_both) = alone.backward([dy0, dy1], []), both.backward([dy0, dy1, along], [])
+    assert_near(dx_both, dx + along, 1e-15)
+    assert torch.equal(dz, dz_both)
+
+
 def test_gradients_are_viewed_in_the_shape_of_the_outputs() -> None:
     """The loss hands back [T, H] for an output of [B, S, H]."""
     region = make_region()

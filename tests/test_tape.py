@@ -368,10 +368,10 @@ def test_the_turns_of_a_pair_are_those_of_the_table(monkeypatch: pytest.MonkeyPa
             weight.contributed = partial(note, names[id(weight)])
 
     class RecordedSegment(Segment):
-        def __init__(self, region: Region, *inputs: Tensor, given: tuple[Tensor, ...] = (), keep: bool = True):
+        def __init__(self, region: Region, *inputs: Tensor, **options: Any):
             self.label = names[id(region)]
             note(self.label)
-            super().__init__(region, *inputs, given=given, keep=keep)
+            super().__init__(region, *inputs, **options)
 
         def backward(self, grads: Sequence[Tensor], ready: Closures) -> list[Tensor]:
             note(f"{self.label}'")

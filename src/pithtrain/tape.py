@@ -122,7 +122,7 @@ class Attend:
 
     def _run(self, keep: bool, *ids_TK: Tensor) -> Segment:
         layer, h, turns, part, ring = self._given
-        before = Segment(layer.before, h, given=(turns,), keep=keep)
+        before = Segment(layer.before, h, given=(turns,), keep=keep, through=True)  # to `after`
         attention = Attention(layer.core, part, ring, *before.take())
         after = Segment(layer.after, h, attention.out, given=ids_TK, keep=keep)
         if keep:
@@ -147,8 +147,9 @@ class Attend:
         del self._parts, self._given
         dh, dout = after.backward(grads, ready)
         del after
-        [through] = before.backward(attention.backward(dout, ready), ready)
-        return [dh + through]
+        grads = [*attention.backward(dout, ready), dh]
+        del attention, dout, dh
+        return before.backward(grads, ready)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,19 @@ class _Tap(torch.autograd.Function):
         return grads[0], grads[0]
 
 
+class _Through(torch.autograd.Function):
+    """One more output, which nobody reads and nothing writes, whose gradient is its input's: in one graph with the
+    input's other gradient, so that a compiler adds the two where the other is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 class _WideLinear(torch.autograd.Function):
     """x W^T of a bf16 x and an fp32 W [out, in], in fp32, on tensor cores: W is the sum of three bf16 matrices but for
     its last bit or two, and their products with x are exact and summed in fp32. Four times as fast as the fp32 GEMM. dx
@@ -173,11 +186,14 @@ def call(
     vectors: Mapping[str, Tensor],
     taps: dict[str, Tensor] | None,
     inputs: tuple[Tensor, ...],
+    through: bool = False,
 ) -> Called:
     """One call of a region's function, as a function of every tensor but those that are the same in all calls. This is
     what `torch.compile` sees: one graph per kind of layer, whatever the number of layers and micro-batches."""
     lin = Linears(weights, taps)
     outputs, extra = fn(lin, vectors, *inputs)
+    if through:
+        outputs = (*outputs, _Through.apply(inputs[0]))
     return outputs, extra, lin.operands
 
 
@@ -235,11 +251,14 @@ class Segment:
     the rerun and not chosen again: other kernels may round otherwise, turn a near tie, and with it the shapes of all
     that came after. What else the rerun leaves behind (counts, losses) has been told once and is let go.
 
-    `given`: inputs behind the others that have no gradient.
+    `given`: inputs behind the others that have no gradient. `through`: the first input also goes on elsewhere, and
+    `backward` takes its gradient from there behind those of the outputs.
     """
 
-    def __init__(self, region: Region, *inputs: Tensor, given: tuple[Tensor, ...] = (), keep: bool = True):
-        self._region, self._given = region, given
+    def __init__(
+        self, region: Region, *inputs: Tensor, given: tuple[Tensor, ...] = (), keep: bool = True, through: bool = False
+    ):
+        self._region, self._given, self._through = region, given, through
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
         self._graph: _Graph | None = None
         if keep:
@@ -267,10 +286,10 @@ class Segment:
         taps = {name: _tap(*like, self._leaves[0].device) for name, like in region.taps.items()}
         with torch.enable_grad():
             inputs = (*self._leaves, *self._given, *ids_TK)
-            outputs, extra, operands = region.call(region.fn, weights, vectors, taps, inputs)
+            outputs, extra, operands = region.call(region.fn, weights, vectors, taps, inputs, self._through)
         edges, shapes = tuple(get_gradient_edge(y) for y in outputs), tuple(y.shape for y in outputs)
         self._graph = _Graph(edges, shapes, vectors, taps, operands)
-        return outputs, extra
+        return outputs[:-1] if self._through else outputs, extra
 
     def backward(self, grads: Sequence[Tensor], ready: list[WeightGrad]) -> list[Tensor]:
         """Gradients of the inputs, in order, from those of the outputs (viewed in their shapes). Releases the graph."""
