@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from pithtrain.models.contract import ModelConfig, active_parameters, flops_per_token, head_flops, layer_flops
+from harness import make_spec
+from pithtrain.models.contract import Carried, ModelConfig, active_parameters, flops_per_token, head_flops, layer_flops
 from pithtrain.models.qwen3_moe.config import TINY, Config
-from pithtrain.plan import SLACK, Plan, partition, plan
+from pithtrain.plan import SLACK, Plan, _ring, partition, plan
 from pithtrain.spec import RunSpec, load
 
 TINY_YAML = Path(__file__).parent.parent / "configs/tiny.yaml"
@@ -322,6 +324,44 @@ def test_communication_takes_what_the_links_of_the_place_say() -> None:
     assert plain.communication_ms["expert traffic by all-to-all"] == pytest.approx(expert)
 
 
+def test_the_exchanges_of_cut_sequences() -> None:
+    """cp 4, 2 x 64 tokens on a rank, chunks of 32: six hops of the keys' and values' fp32 numbers and four of their
+    gradients; of a window of 3, three exchanges of two edges of 2 tokens."""
+    lines = ["context_parallel_size=4", "expert_parallel_size=1", "pipeline_parallel_size=1"]
+    lines = [f"parallelism.{line}" for line in lines] + ["slurm.gpus_per_node=4", "training.micro_batch_size=2"]
+    lines += ["training.sequence_length=256", "training.compute_dtype=float32"]
+    spec = tiny(*lines, "slurm.links.p2p={latency_us: 50, gb_s: 2}")
+    config, numbers = spec.model.config, 2 * 2 * 32
+    assert config.carried(0) == Carried(numbers) and plan(spec).tokens_per_rank == 128
+    layer = 10 * 0.05 + 10 * 128 * numbers * 4 / 2e6
+    times = spec.num_micro_batches * config.num_hidden_layers
+    assert plan(spec).communication_ms == pytest.approx({"ring": times * layer})
+    full = tiny(*lines, "slurm.links.p2p={latency_us: 50, gb_s: 2}", "activation_checkpoint.mode=full")
+    assert plan(full).communication_ms == pytest.approx({"ring": times * layer * 1.3})
+    two = {"num_key_value_heads": 2, "head_dim": 32}
+    for window, want in ((3, (3, 3 * 2 * 2 * 2 * numbers * 4)), (33, (3, 3 * 2 * 2 * 32 * numbers * 4)), (34, None)):
+        sizes, model = {"micro_batch_size": 2, "sequence_length": 256}, {**two, "sliding_window": window}
+        other = make_spec(cp=4, architecture="gpt_oss", model=model, training=sizes)
+        layers = range(other.model.config.num_hidden_layers)
+        assert want is None or {want} == {_ring(other, i, 4) for i in layers if other.model.config.carried(i).window}
+        assert (10, 10 * 128 * numbers * 4) in {_ring(other, i, 4) for i in layers}
+        assert want is not None or len({_ring(other, i, 4) for i in layers}) == 1, "that reaches two chunks back"
+
+
+@pytest.mark.parametrize("mean", [5.0, 40.0, 128.0, 1000.0])
+def test_no_documents_of_that_mean_cost_less_than_told(mean: float) -> None:
+    """Windows cut documents too: of whatever lengths, and of lengths that are all the same."""
+    spec = tiny("parallelism.context_parallel_size=2", "parallelism.expert_parallel_size=1")
+    config, length, rng = spec.model.config, spec.training.sequence_length, np.random.default_rng(0)
+    for drawn in (rng.exponential(mean, 4000), np.full(4000, mean)):
+        ends = np.cumsum(np.maximum(1, drawn).astype(int))
+        edges = np.union1d(np.append(0, ends), np.arange(0, ends[-1], length))
+        pieces, counts = np.unique(np.diff(edges), return_counts=True)
+        work = sum(int(n) * int(c) * flops_per_token(config, int(n)) for n, c in zip(pieces, counts, strict=True))
+        told = plan(spec, ends[-1] / len(ends)).document_flops_per_token
+        assert told is not None and told <= work / ends[-1] <= 1.05 * plan(spec).flops_per_token
+
+
 def test_plan_is_plain_data_and_plain_text() -> None:
     """--json is the dataclass; the text names what a person asks for."""
     numbers = plan(tiny())
@@ -341,14 +381,14 @@ def test_plan_is_plain_data_and_plain_text() -> None:
 
 
 def test_documents_and_cut_sequences_in_the_numbers() -> None:
-    """A mean length gives the least FLOPs, one document a sequence the most; cp cuts tokens, not FLOPs."""
+    """Even pieces give the least FLOPs, one document a sequence the most; cp cuts tokens, not FLOPs."""
     spec = tiny("parallelism.context_parallel_size=2", "parallelism.expert_parallel_size=1")
     config = spec.model.config
     numbers = plan(spec, 40.5)
     assert numbers.tokens_per_rank == spec.training.micro_batch_size * 64
     assert numbers.flops_per_token == flops_per_token(config, 128)
-    assert numbers.document_flops_per_token == flops_per_token(config, 40) < numbers.flops_per_token
-    assert plan(spec, 1e6).document_flops_per_token == numbers.flops_per_token
+    assert numbers.document_flops_per_token == flops_per_token(config, 30) < numbers.flops_per_token  # 30.76
+    assert plan(spec, 1e6).document_flops_per_token == flops_per_token(config, 127)
     assert plan(spec).document_flops_per_token is None
     whole = plan(tiny("parallelism.expert_parallel_size=1", "slurm.gpus_per_node=2"))
     assert whole.rank_activation_bytes == tuple(2 * n for n in numbers.rank_activation_bytes), "each rank has its half"
@@ -360,4 +400,4 @@ def test_documents_and_cut_sequences_in_the_numbers() -> None:
     want = [tokens * (a * sum(kept[r]) + b * sum(kept[-1 - r])) for r, (a, b) in enumerate(live)]
     assert list(full.rank_activation_bytes) == want
     assert f"{numbers.tokens_per_rank} tokens on a rank" in numbers.text()
-    assert "FLOP, forward and backward: documents of their mean length, or one a sequence" in numbers.text()
+    assert "FLOP, forward and backward: in documents as even as can be, or in one a sequence" in numbers.text()

@@ -140,6 +140,10 @@ def test_case_062_ties_are_routed_in_a_rerun_as_they_were(pool: Pool) -> None:
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
+# what the plan tells of what is kept: inputs of norms of heads and latents are not in it, nor what is fp32
+LEAST_TOLD = {"qwen3_moe": 0.77, "deepseek_v2": 0.85, "deepseek_v3": 0.83, "gpt_oss": 0.91}
+
+
 def kept(spec: RunSpec) -> int:
     """Bytes that the first half of the layers keeps of one micro-batch."""
     with single(spec) as world, torch.no_grad():
@@ -165,8 +169,8 @@ def test_bytes_between_forward_and_backward_shrink(family: str) -> None:
     k, hidden = config.num_experts_per_tok, config.hidden_size
     assert moe and none - selective == moe * 4 * tokens * k * hidden
     for mode, bytes_kept in zip(MODES, (none, selective, full), strict=True):  # what `pithtrain plan` tells, about
-        told = tokens * sum(_kept(config, mode, 1, 4)[layer] for layer in layers)
-        assert told == pytest.approx(bytes_kept, rel=0.35), mode
+        told = tokens * sum(_kept(config, mode, 1, 1, 4)[layer] for layer in layers)
+        assert LEAST_TOLD[family] < told / bytes_kept < 1, mode
     rotary = 4 * tokens * 8  # rows of the table, once a stage
     assert full == rotary + len(layers) * 4 * tokens * hidden + moe * 4 * tokens * (hidden + k)  # h; n, w in slot order
 

@@ -17,13 +17,13 @@ lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
 type, whole main gradients, a shard of masters and two moments (these in `optimizer.moments_dtype`). Where experts may
 be reached by copy engines, the buffers of that for the worst case beside it (`exchange_rows`, `ops/symmetric`). And,
 about, what forwards keep for their backwards, at the step's fullest moment, when rank r holds 2P - r micro-batches of
-its first stage and r + 1 of its second. A layer keeps of each token of the rank (its chunks alone, with cp; documents
-change nothing)
+its first stage and r + 1 of its second. A layer keeps of each token of the rank (its chunks alone, with cp)
 
     none        four times H; what each linear gives, or takes where it gives H; k slots of H and of gate and up
     selective   the same with the D rows that came in its place of the k slots of H
     full        H, and D rows of H
 
+and but for `full`, where keys and values are made on arrival (MLA), whole keys too, or with cp nothing of either. All
 with even routing; D is the mean number of ranks that a token visits (ENGINE.md section 5). Transient buffers, the
 logits of the loss and what the allocator loses come on top.
 """
@@ -111,7 +111,7 @@ class Plan:
     active_parameters: int  # that one token meets in matrix products
     rank_parameters: tuple[int, ...]  # held whole by a pipeline rank, experts cut over ep
     flops_per_token: float  # forward and backward, recomputation not counted; with documents, as many as can be
-    document_flops_per_token: float | None  # if all documents were of the corpus's mean length: no fewer
+    document_flops_per_token: float | None  # of as many equal pieces as windows can cut documents into: no fewer
     tokens_per_rank: int  # of a micro-batch: with cp, this rank's chunks of its sequences
     rank_weight_bytes: tuple[int, ...]
     rank_gradient_bytes: tuple[int, ...]
@@ -184,7 +184,7 @@ class Plan:
         most, least = self.flops_per_token, self.document_flops_per_token
         if least is None:
             return f"{_short(most)}FLOP, forward and backward"
-        told = "forward and backward: documents of their mean length, or one a sequence"
+        told = "forward and backward: in documents as even as can be, or in one a sequence"
         return f"{_short(least)} to {_short(most)}FLOP, {told}"
 
     def _rank_text(self, rank: int) -> str:
@@ -192,7 +192,7 @@ class Plan:
         return f"layers {_span(first)} and {_span(second)}, {_short(self.rank_parameters[rank])} parameters"
 
 
-def _kept(config: ModelConfig, mode: str, ep: int, narrow: int) -> list[float]:
+def _kept(config: ModelConfig, mode: str, ep: int, cp: int, narrow: int) -> list[float]:
     """About so many bytes of a token each layer keeps until its backward."""
     hidden, k, experts = config.hidden_size, config.num_experts_per_tok, config.num_experts
     visited = ep * (1 - math.comb(experts - experts // ep, k) / math.comb(experts, k))
@@ -202,6 +202,8 @@ def _kept(config: ModelConfig, mode: str, ep: int, narrow: int) -> list[float]:
         if config.is_moe(layer):  # with ep = 1 the rows are an input that is kept anyway
             rows = visited if ep > 1 or mode == "full" else 0
             kept[layer] += hidden * (k if mode == "none" else rows)
+        if mode != "full":
+            kept[layer] += config.carried(layer).keys if cp == 1 else -config.carried(layer).product
     for p in config.parameters() if mode != "full" else ():
         if p.layer is not None and p.decay:
             out, into = p.shape[-2:]
@@ -242,12 +244,16 @@ def _may_copy(spec: RunSpec) -> bool:
     return spec.mesh.ep > 1 and on_one_host and spec.moe.transport != "nccl" and spec.training.device != "cpu"
 
 
-def communication(spec: RunSpec, moe_layers: int) -> dict[str, float]:
-    """Milliseconds of one rank's step by `slurm.links`, one message after the other, for what is measured there.
+def communication(spec: RunSpec, cut: Sequence[tuple[int, ...]]) -> dict[str, float]:
+    """Milliseconds of one rank's step by `slurm.links`, one message after the other, for what is measured there; of the
+    rank that has most, each. `cut`: the layers of each pipeline rank.
 
     expert traffic   per layer and micro-batch counts, four transfers of the rows for other ranks, and their records
                      twice; with uniform routing a token goes to D = G (1 - C(E-e, k) / C(E, k)) of G ranks
     pipeline         per micro-batch two activations and two gradients [mbs, S, H]
+    ring             per layer and micro-batch the exchanges of `ops/ring`: keys and values of C - 1 blocks forward,
+                     as many backward, once more where all is recomputed, and the gradients of C blocks in fp32; or
+                     edges of window - 1 keys of either chunk, as often and once back
     """
     config, training, mesh, links = spec.model.config, spec.training, spec.mesh, spec.slurm.links
     experts, k, tokens = config.num_experts, config.num_experts_per_tok, training.micro_batch_size
@@ -260,16 +266,33 @@ def communication(spec: RunSpec, moe_layers: int) -> dict[str, float]:
         sent = (mesh.ep * (1 - missed) if spec.moe.dispatch == "dedup" else k) * (mesh.ep - 1) / mesh.ep * tokens
         name = f"expert traffic by {'copy engines' if link is links.copy_engine else 'all-to-all'}"
         each = 5 * link.latency_us / 1e3 + sent * (4 * row + 2 * record) / link.gb_s / 1e6
-        found[name] = spec.num_micro_batches * moe_layers * each
+        found[name] = spec.num_micro_batches * max(sum(map(config.is_moe, held)) for held in cut) * each
     if mesh.pp > 1 and links.p2p is not None:
         each = links.p2p.latency_us / 1e3 + tokens * row / links.p2p.gb_s / 1e6
         found["pipeline"] = 4 * spec.num_micro_batches * each
+    if mesh.cp > 1 and links.p2p is not None:
+        sent = [_ring(spec, layer, row // config.hidden_size) for layer in range(config.num_hidden_layers)]
+        each = [n * links.p2p.latency_us / 1e3 + num_bytes / links.p2p.gb_s / 1e6 for n, num_bytes in sent]
+        found["ring"] = spec.num_micro_batches * max(sum(each[layer] for layer in held) for held in cut)
     return found
+
+
+def _ring(spec: RunSpec, layer: int, narrow: int) -> tuple[int, int]:
+    """Messages of a layer and micro-batch, and their bytes."""
+    training, cp = spec.training, spec.mesh.cp
+    numbers, window, *_ = spec.model.config.carried(layer)
+    passes = 3 if spec.activation_checkpoint.mode == "full" else 2
+    chunk = training.sequence_length // (2 * cp)
+    if window is not None and window - 1 <= chunk:
+        return passes + 1, 2 * training.micro_batch_size * (window - 1) * numbers * narrow * (passes + 1)
+    hops = passes * (cp - 1)
+    return hops + cp, 2 * training.micro_batch_size * chunk * numbers * (hops * narrow + 4 * cp)
 
 
 def plan(spec: RunSpec, document_length: float | None = None) -> Plan:
     """The numbers of a validated spec. `document_length`: mean tokens of the corpus's documents, where they are known
-    and kept apart. Work grows with their squares, so documents of one length have the least of any with that mean.
+    and kept apart. Work grows with the squares of the pieces that windows cut them into: at most as many as there are
+    documents and windows, and least where all are as long, 1 / (1 / document_length + 1 / sequence_length).
     """
     config, mesh, training = spec.model.config, spec.mesh, spec.training
     stages = partition(config, mesh.pp, training.sequence_length)
@@ -299,7 +322,7 @@ def plan(spec: RunSpec, document_length: float | None = None) -> Plan:
         optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
     cut = [stages[rank] + stages[-1 - rank] for rank in range(mesh.pp)]
     rows, row_bytes = exchange_rows(spec)
-    kept = _kept(config, spec.activation_checkpoint.mode, mesh.ep, narrow)
+    kept = _kept(config, spec.activation_checkpoint.mode, mesh.ep, mesh.cp, narrow)
     tokens = training.micro_batch_size * training.sequence_length // mesh.cp
     live = [(2 * mesh.pp - rank, rank + 1) for rank in range(mesh.pp)]  # micro-batches of either stage
     activations = [
@@ -323,12 +346,12 @@ def plan(spec: RunSpec, document_length: float | None = None) -> Plan:
         flops_per_token=flops_per_token(config, training.sequence_length),
         document_flops_per_token=None
         if document_length is None
-        else flops_per_token(config, min(max(1, int(document_length)), training.sequence_length)),
+        else flops_per_token(config, max(1, int(1 / (1 / document_length + 1 / training.sequence_length)))),
         tokens_per_rank=tokens,
         rank_weight_bytes=tuple(weights),
         rank_gradient_bytes=tuple(gradients),
         rank_optimizer_bytes=tuple(optimizer),
-        communication_ms=communication(spec, max(sum(map(config.is_moe, held)) for held in cut)),
+        communication_ms=communication(spec, cut),
         exchange_bytes=4 * rows * sum(row_bytes) if _may_copy(spec) else 0,  # two sets for either direction
         rank_activation_bytes=tuple(map(int, activations)),
     )

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -175,6 +175,17 @@ def usual_files(
     return tuple(rows)
 
 
+class Carried(NamedTuple):
+    """What a layer's keys and values are made of: that many `numbers` per token, which travel where sequences are cut.
+    `window`: keys that a query sees. Where they are made of it on arrival, `product`: the width of the linear that
+    makes them, and `keys`: that of whole keys, which then lie beside it."""
+
+    numbers: int
+    window: int | None = None
+    product: int = 0
+    keys: int = 0
+
+
 class ModelConfig(Protocol):
     """What the engine and the plan read of a model; properties, so that a frozen class satisfies it."""
 
@@ -226,6 +237,8 @@ class ModelConfig(Protocol):
         """FLOPs per token of a layer's attention core, forward and backward: `6 heads (d_qk + d_v)` per key, and
         `causal_keys` of them."""
         ...
+
+    def carried(self, layer: int) -> Carried: ...
 
 
 def causal_keys(sequence_length: int, window: int | None = None) -> float:

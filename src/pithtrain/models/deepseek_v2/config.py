@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
     NO_EFFECT,
+    Carried,
     HfTensor,
     Integer,
     Parameter,
@@ -252,6 +253,11 @@ class Config(Strict):
     def attention_flops(self, layer: int, sequence_length: int) -> float:
         """Of the attention core, per token."""
         return 6 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * causal_keys(sequence_length)
+
+    def carried(self, layer: int) -> Carried:
+        heads, rope = self.num_attention_heads, self.qk_rope_head_dim
+        product = heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return Carried(self.kv_lora_rank + rope, None, product, heads * self.qk_head_dim)
 
 
 IGNORED = {

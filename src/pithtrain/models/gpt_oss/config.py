@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
     NO_EFFECT,
+    Carried,
     HfTensor,
     Parameter,
     PlainRope,
@@ -201,6 +202,9 @@ class Config(Strict):
         """Of the attention core, per token."""
         keys = causal_keys(sequence_length, self.window(layer))
         return 6 * self.num_attention_heads * 2 * self.head_dim * keys
+
+    def carried(self, layer: int) -> Carried:
+        return Carried(2 * self.num_key_value_heads * self.head_dim, self.window(layer))
 
 
 def _stacked(info: Parameter) -> Iterator[HfTensor]:

@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
     NO_EFFECT,
+    Carried,
     HfTensor,
     Integer,
     Parameter,
@@ -148,6 +149,9 @@ class Config(Strict):
     def attention_flops(self, layer: int, sequence_length: int) -> float:
         """Of the attention core, per token."""
         return 6 * self.num_attention_heads * 2 * self.head_dim * causal_keys(sequence_length)
+
+    def carried(self, layer: int) -> Carried:
+        return Carried(2 * self.num_key_value_heads * self.head_dim)
 
 
 IGNORED = {
