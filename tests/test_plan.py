@@ -338,7 +338,7 @@ def test_the_exchanges_of_cut_sequences() -> None:
     assert plan(spec).communication_ms == pytest.approx({"ring": times * layer})
     full = tiny(*lines, "slurm.links.p2p={latency_us: 50, gb_s: 2}", "activation_checkpoint.mode=full")
     assert plan(full).communication_ms == pytest.approx({"ring": times * layer * 1.3})
-    two = {"num_key_value_heads": 2, "head_dim": 32}
+    two = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
     for window, want in ((3, (3, 3 * 2 * 2 * 2 * numbers * 4)), (33, (3, 3 * 2 * 2 * 32 * numbers * 4)), (34, None)):
         sizes, model = {"micro_batch_size": 2, "sequence_length": 256}, {**two, "sliding_window": window}
         other = make_spec(cp=4, architecture="gpt_oss", model=model, training=sizes)
