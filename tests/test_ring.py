@@ -389,6 +389,9 @@ def test_case_144_an_empty_document_and_steps_in_which_nothing_is_seen() -> None
     """A document of length 0 is none: its start is its neighbour's. With documents of one token no step but the first
     has work, and the keys' gradients come home as zeros from all others."""
     assert Part(1, 8, CPU, documents=[[0, 3, 3, 5]]).positions_BS.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    twice = ((*MIXED, 4, 12), (0, 0))
+    for x, want in zip(*(ran(grouped(torch.float64, 5, False), 2, d)[0] for d in (twice, (MIXED, ONE))), strict=True):
+        assert torch.equal(x, want)
     case = grouped(torch.float64, None, False)
     (out, dq, dk, dv), _ = ran(case, 4, (ONES, ONES))
     assert torch.equal(out, case.sources[1].repeat_interleave(2, 2))

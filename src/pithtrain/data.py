@@ -135,7 +135,8 @@ class Dataset:
         return tokens, labels
 
     def documents(self, first: int, count: int) -> list[list[int]]:
-        """Where the documents of these samples begin, as far as they lie in them: 0 first. Reads offsets, no token."""
+        """Where the documents of these samples begin, as far as they lie in them: 0 first; one without a token where
+        its neighbour does. Reads offsets, no token."""
         s = self.sequence_length
         starts = (self.locate(counter)[1] * s for counter in range(first, first + count))
         return [[0, *(1 + place for place in self._begins(start + 1, s - 1))] for start in starts]
@@ -147,7 +148,7 @@ class Dataset:
         while i < len(self.corpus.shards) and (base := int(self._starts[i])) < start + length:
             ends = np.array([max(start - base, 0), start + length - base], np.uint64)
             first, last = np.searchsorted(self._offsets(i)[:-1], ends)
-            found += (base - start + np.unique(self._offsets(i)[first:last]).astype(np.int64)).tolist()
+            found += (base - start + self._offsets(i)[first:last].astype(np.int64)).tolist()
             i += 1
         return found
 

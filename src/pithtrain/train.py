@@ -17,6 +17,7 @@ begins a small all-reduce of the flags on the CPU and reads its answer when it e
 acts on a request at the end of the step after the one that it arrived in, at the latest.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -24,6 +25,7 @@ import resource
 import shutil
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +41,7 @@ from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
 from pithtrain.data import Dataset
 from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
 from pithtrain.events import Events, Metrics, layer_load
-from pithtrain.models.contract import flops_per_token
+from pithtrain.models.contract import causal_keys, flops_per_token
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.parts import Part, chunks, to_device
@@ -174,6 +176,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         tokens = training.global_batch_size * training.sequence_length
         position = Position(step, position.samples + training.global_batch_size, position.tokens + tokens)
         meter.stepped(step, result)
+        meter.flops += 0.0 if events is None else _flops(spec, batches)
 
         stop, requested, writing = agreed()
         last = stop or step == training.max_steps
@@ -190,7 +193,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
             meter.skips[2] = 0
             saves.step_s = (time.perf_counter() - meter.since) / meter.steps
             if log_due or count:
-                _log(spec, world, events, meter, position, lr, result, _flops(spec, batches))
+                _log(spec, world, events, meter, position, lr, result)
                 meter.restart()
             if count:
                 saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
@@ -508,7 +511,8 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
 @dataclass
 class _Meter:
     """What adds up: clocks between two log lines, on the host; skipped steps since the start, on the device: how many,
-    and which was the first, with the z of its routers on this rank; and steps without a label since the last line."""
+    and which was the first, with the z of its routers on this rank; and steps without a label since the last line.
+    `flops`: per token, of each step, on rank 0."""
 
     skips: Tensor
     z_L: Tensor
@@ -516,9 +520,10 @@ class _Meter:
     steps: int = 0
     data_wait_s: float = 0.0
     stall_s: float = 0.0
+    flops: float = 0.0
 
     def restart(self) -> None:
-        self.since, self.steps, self.data_wait_s, self.stall_s = time.perf_counter(), 0, 0.0, 0.0
+        self.since, self.steps, self.data_wait_s, self.stall_s, self.flops = time.perf_counter(), 0, 0.0, 0.0, 0.0
 
     def stalled(self, seconds: float) -> None:
         self.stall_s += seconds
@@ -541,13 +546,22 @@ def _first_bad_router(z_L: Tensor, world: World) -> str:
 
 
 def _flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
-    """FLOPs per token, as the documents of the last micro-batch have it."""
+    """FLOPs per token, forward and backward, as the documents of these micro-batches have it."""
     config, length = spec.model.config, spec.training.sequence_length
-    part = batches[-1].part if batches else None
-    if part is None or part.documents is None:
-        return flops_per_token(config, length)
-    lengths = [b - a for starts in part.documents for a, b in itertools.pairwise((*starts, length))]
-    return sum(n * flops_per_token(config, n) for n in lengths) / sum(lengths)
+    lengths: Counter[int] = Counter()
+    for batch in batches:
+        rows = batch.part.documents if batch.part is not None else None
+        for starts in rows or [[0]] * spec.training.micro_batch_size:
+            lengths.update(b - a for a, b in itertools.pairwise((*starts, length)))
+
+    @functools.cache
+    def keys(window: int | None) -> float:
+        seen = sum(count * n * causal_keys(n, window) for n, count in lengths.items())
+        return seen / (len(batches) * spec.training.micro_batch_size * length)
+
+    layers = range(config.num_hidden_layers)  # a token of a document of one sees one key
+    more = (config.attention_flops(layer, 1) * (keys(config.carried(layer).window) - 1) for layer in layers)
+    return flops_per_token(config, 1) + sum(more)
 
 
 def _log(
@@ -558,9 +572,8 @@ def _log(
     position: Position,
     lr: float,
     result: StepResult,
-    flops: float,
 ) -> None:
-    """Write the line of a step on rank 0, which waits for the device; a collective of all ranks. `flops`: per token."""
+    """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
     config, training = spec.model.config, spec.training
     stats, layers = result.stats, config.num_hidden_layers
     sums = stats.loss.view(1), stats.head_z.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
@@ -578,7 +591,7 @@ def _log(
     balanced = bool(moe) and spec.moe.load_balance_type != "none"
     tokens_per_step = training.global_batch_size * training.sequence_length
     rate = meter.steps * tokens_per_step / elapsed
-    flops = rate * flops / world.mesh.size
+    flops = rate * meter.flops / meter.steps / world.mesh.size
     peak = _peak_flops(world.device)
     line = Metrics(
         step=position.step,
