@@ -267,15 +267,11 @@ def test_case_143_the_ring_is_one_softmax(
     assert_equal(grouped(torch.float64, window, sinks), cp, documents, 1e-13)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, 3, 5])
 @pytest.mark.parametrize("cp", [1, 4])
-def test_the_ring_in_lower_precision(
-    cp: int, window: int | None, documents: Documents | None, dtype: torch.dtype, tolerance: float
-) -> None:
-    """Blocks are merged in fp32 and rounded once: four blocks are no worse than one."""
-    assert_equal(grouped(dtype, window, True), cp, documents, tolerance)
+def test_the_ring_in_fp32(cp: int, window: int | None, documents: Documents | None) -> None:
+    assert_equal(grouped(torch.float32, window, True), cp, documents, 3e-6)
 
 
 def latent(dtype: torch.dtype) -> Case:
@@ -297,6 +293,24 @@ def test_the_latent_travels_and_its_weight_learns_from_every_block(
     cp: int, dtype: torch.dtype, tolerance: float, documents: Documents | None
 ) -> None:
     assert_equal(latent(dtype), cp, documents, tolerance)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("kind", ["full", "edges", "latent"])
+def test_bf16_blocks_are_rounded_once_each_and_summed_in_fp32(kind: str, documents: Documents | None) -> None:
+    """In six parts the output is as near to float64's as in one but for a fifth, gradients but for half; sums in bf16
+    would make either twice as far. Edges are of a window of three keys, whose sums are of two terms."""
+
+    def errors(cp: int) -> list[float]:
+        window = 3 if kind == "edges" else None
+        case = latent(torch.bfloat16) if kind == "latent" else grouped(torch.bfloat16, window, True)
+        pairs = zip(ran(case, cp, documents)[0], by_softmax(case, documents)[0], strict=True)
+        return [((x.double() - want).norm() / want.norm()).item() for x, want in pairs]
+
+    one, six = errors(1), errors(6)
+    assert max(one) < 4e-3
+    ratios = [x / y for x, y in zip(six, one, strict=True)]
+    assert ratios[0] < 1.25 and max(ratios[1:]) < 1.6, ratios
 
 
 def test_the_latent_s_weight_counts_one_contribution_a_micro_batch() -> None:
