@@ -14,12 +14,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from harness import Alive, make_spec, single
 from oracle import logits_of
 from pithtrain.build import build
 from pithtrain.models.deepseek_v2.model import Latent
+from pithtrain.ops import ring as ops_ring
+from pithtrain.ops.attention import PLAIN
 from pithtrain.ops.linear import Weight, accumulate_dtype, add_weight_grad
 from pithtrain.ops.parts import Part, chunks
 from pithtrain.ops.ring import Attention, Core
@@ -378,6 +381,21 @@ def test_memory_does_not_grow_with_the_number_of_ranks(kind: str) -> None:
             made.backward(case.dout.flatten(2), [])
         peaks.append(alive.peak)
     assert peaks[1] <= peaks[0] * 1.25 and peaks[2] == peaks[1], peaks
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_what_a_kernel_has_padded_is_not_kept(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the flash ops with values narrower than keys: the output is the front of wider rows. It is kept once."""
+
+    def padded(q: Tensor, k: Tensor, v: Tensor, scale: float, sight: Any) -> tuple[Tensor, Tensor]:
+        out, lse = PLAIN.forward(q, k, v, scale, sight)
+        return F.pad(out, (0, 4))[..., : out.shape[-1]], lse
+
+    monkeypatch.setattr(ops_ring, "kernels_for", lambda *_: PLAIN._replace(forward=padded))
+    case, part = latent(torch.bfloat16), Part(2, LENGTH * cp, CPU, cp, 0)
+    made = Attention(case.core(), part, cast(Any, Alone(cp)) if cp > 1 else None, case.q, *case.sources)
+    assert made.out.untyped_storage().nbytes() == made.out.nbytes
+    assert made.out.untyped_storage().data_ptr() == made._out.untyped_storage().data_ptr()
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------

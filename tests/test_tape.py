@@ -344,6 +344,34 @@ T = TypeVar("T")
 
 
 @torch.no_grad()
+def test_operands_of_attention_go_before_the_backward_of_what_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, values, the output and its gradient would else lie beside what that backward makes."""
+    held: list[weakref.ref[Any]] = []
+    looked = 0
+
+    class Told(tape.Attention):
+        def backward(self, dout: Tensor, ready: Closures) -> list[Tensor]:
+            held.extend((weakref.ref(self), weakref.ref(dout)))
+            return super().backward(dout, ready)
+
+    class Looking(Segment):
+        def backward(self, grads: Sequence[Tensor], ready: Closures) -> list[Tensor]:
+            nonlocal looked
+            if self._through:
+                assert not any(one() is not None for one in held)
+                looked += 1
+            return super().backward(grads, ready)
+
+    monkeypatch.setattr(tape, "Attention", Told)
+    monkeypatch.setattr(tape, "Segment", Looking)
+    model = make_model(torch.float32)
+    chunk = model.chunk(model.layers[:2])
+    _, left = tape.run_forward(ahead(model, chunk, 50, torch.float32))
+    tape.run_backward(back(chunk, left, 50, torch.float32), tape.run_now)
+    assert looked == 2 and len(held) == 4
+
+
+@torch.no_grad()
 def test_the_turns_of_a_pair_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three MoE layers beside three: what each turn queues and launches, and in what order. One wait per layer."""
     model = make_model(torch.float32)
