@@ -89,7 +89,6 @@ def build(spec: RunSpec, world: World) -> Engine:
         *open_lanes(spec, world, symmetric=transport.startswith("symmetric")),
         dedup=spec.moe.dispatch == "dedup",
         ring=None if world.cp_group is None else Ring(world.cp_group),
-        coef=spec.moe.aux_loss_coef,
     )
     training, cp = spec.training, world.mesh.cp
     part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)

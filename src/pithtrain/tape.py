@@ -41,7 +41,7 @@ from pithtrain.ops.experts import ExpertSegment, Recompute
 from pithtrain.ops.linear import Region, Segment, Weight, WeightGrad
 from pithtrain.ops.parts import Part
 from pithtrain.ops.ring import Attention, Ring
-from pithtrain.ops.router import Routing, shares
+from pithtrain.ops.router import CutSets, Routing
 
 Closures = list[WeightGrad]
 RunClosures = Callable[[Closures], None]
@@ -75,14 +75,13 @@ class Stage:
 @dataclass(frozen=True)
 class Traffic:
     """How tokens reach experts: the number of experts, one lane per direction, and whether to deduplicate; and keys
-    their queries: the ring, where sequences are cut. `coef`: of a balance loss whose sets are cut too."""
+    their queries: the ring, where sequences are cut."""
 
     num_experts: int
     forward: Lane
     backward: Lane
     dedup: bool
     ring: Ring | None = None
-    coef: float = 0.0
 
 
 @dataclass
@@ -159,7 +158,7 @@ class MoeEntry:
     experts: ExpertSegment
     shared: Segment | None
     exchange: Edge
-    dsums: tuple[Tensor, ...]
+    dsums: list[Tensor]
 
 
 @dataclass
@@ -195,10 +194,10 @@ def forward(
             continue
         mid, n, w, *sums = a.take()
         routing: Routing = a.extra
-        summing = None  # of counts over the ranks that share a set of tokens
+        sets = None
         if sums:
-            assert traffic.ring is not None and routing.counts_NE is not None
-            summing = traffic.ring.sum(routing.counts_NE)
+            assert traffic.ring is not None, "whole sequences have whole sets"
+            sets = CutSets(sums[0], routing.counts_NE, traffic.ring.sum)
         stats.routed(layer.index, routing)
         exchange = open_exchange(routing.ids_TK, traffic.num_experts, traffic.forward, traffic.backward, traffic.dedup)
         exchange.launch_counts()
@@ -210,13 +209,10 @@ def forward(
         experts = ExpertSegment(layer.experts, stage.recompute)
         exchange.launch_combine(experts.forward(exchange.received(gathers_again)))
         yield  # COMBINE in flight
-        dsums: tuple[Tensor, ...] = ()
-        if summing is not None:
-            summing.wait()
-            assert routing.counts_NE is not None
-            share_NE = shares(routing.counts_NE, sums[0].dtype)
-            stats.balance_L[layer.index] += (sums[0] * share_NE).sum()
-            dsums = (traffic.coef * share_NE,)
+        dsums: list[Tensor] = []
+        if sets is not None:
+            balance, *dsums = sets.finish()
+            stats.balance_L[layer.index] += balance
         tape.entries.append(MoeEntry(experts, shared, exchange, dsums))
         h = exchange.combined(mid.flatten(0, 1), None if shared is None else shared.take()[0]).view_as(mid)
     if stage.head is None:

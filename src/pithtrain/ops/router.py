@@ -21,7 +21,7 @@ reach the router under any pipeline schedule with no side channel.
 
 Where sequences are cut over ranks (context parallelism), so are the sets of aux_loss and seq_aux_loss, and their f is
 known when counts have been summed over those ranks. So there sum_t p_ti, times E / B, leaves its region as one more
-output (`with_sums`), and its gradient, coef * f_i, comes with the backward: no graph waits for a collective.
+output (`with_sums`), and its gradient comes with the backward (`CutSets`): no graph waits for a collective.
 
 Every router takes `ids_TK` where the choice has been made, by the call that a backward makes again.
 
@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Routing:
     balance: Tensor
     z: Tensor
     counts_NE: Tensor | None = None  # with `Balance.shared`: of each set, this rank's part
-    sums_NE: Tensor | None = None  # E / B * sum_t p_ti, with gradient
+    sums_NE: Tensor | None = None  # E / B * sum_t p_ti, with coef times its gradient
 
 
 def with_sums(
@@ -97,13 +98,28 @@ def with_sums(
 ) -> tuple[tuple[Tensor | None, ...], Routing]:
     """A region's function, with `Routing.sums_NE` as its last output."""
     outputs, r = fn(*args)
-    return (*outputs, r.sums_NE), Routing(r.ids_TK, r.counts_E, r.balance, r.z, r.counts_NE)
+    return (*outputs, r.sums_NE), replace(r, sums_NE=None)
 
 
 def shares(counts_NE: Tensor, dtype: torch.dtype) -> Tensor:
     """f [N, E] from slots per expert of each set; even where there is none."""
     counts_NE = counts_NE + (counts_NE.sum() == 0)
     return counts_NE.to(dtype) / counts_NE.sum(1, keepdim=True)
+
+
+class CutSets:
+    """The balance of one layer and micro-batch whose sets lie on several ranks, while their counts are summed."""
+
+    def __init__(self, sums_NE: Tensor, counts_NE: Tensor | None, start: Callable[[Tensor], Work]):
+        """`start` begins to sum in place over the ranks."""
+        assert counts_NE is not None, "a router with sums has counts"
+        self._sums_NE, self._counts_NE, self._work = sums_NE, counts_NE, start(counts_NE)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """`bal`, this rank's part; the gradient of `sums_NE`."""
+        self._work.wait()
+        share_NE = shares(self._counts_NE, self._sums_NE.dtype)
+        return (self._sums_NE * share_NE).sum(), share_NE
 
 
 class _WithLoss(torch.autograd.Function):
@@ -216,7 +232,9 @@ def _balanced(
             load_NE = balance.counts_E[None] if balance.kind == "global_aux_loss" else counts_NE
             bal = (sums_NE * shares(load_NE, probs_TE.dtype)).sum()
     z = logits_TE.logsumexp(-1).square().sum() / balance.global_tokens
-    coef = 0.0 if balance.shared else balance.coef
+    coef = balance.coef
+    if balance.shared and sums_NE is not None:
+        sums_NE, coef = sums_NE.detach() + coef * (sums_NE - sums_NE.detach()), 0.0
     if (coef or balance.z_coef) and weights_TK.requires_grad:
         weights_TK = _WithLoss.apply(weights_TK, coef * bal + balance.z_coef * z)
     strange = torch.where(logits_TE.isfinite(), 0, logits_TE).sum()  # logsumexp is finite with a logit of -inf
