@@ -237,3 +237,22 @@ def test_the_lines_of_the_link_bench_are_a_profile_s(tmp_path: Path) -> None:
     assert links.all_to_all is not None and links.p2p is not None and links.p2p.gb_s > 0.01
     if not torch.cuda.is_available():
         assert links.copy_engine is None and "# copy_engine: not measured, cpu has no copy engines" in done.stdout
+
+
+# ---- a ring ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_ring_bench_tells_bytes_and_times(tmp_path: Path) -> None:
+    """GPT-OSS's 8 key heads of 64 wide keys and values in bf16 over 8 tokens a rank: one hop forward, one and two of
+    fp32 backward. A window of 128 keys reaches further than a chunk of 4."""
+    command = [sys.executable, "benchmarks/ring.py", "--ranks", "2", "--tokens", "8", "--only", "gpt-oss"]
+    done = subprocess.run([*command, "--json", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out").read_text())
+    assert [row["name"] for row in rows[:2]] == ["gpt-oss forward", "gpt-oss backward"] and len(rows) % 4 == 0
+    hop = 8 * 8 * (64 + 64) * 2
+    assert [row["bytes"] for row in rows[:4]] == [hop, 5 * hop] * 2
+    for row in rows:
+        hidden = 1 - (row["with_ms"] - row["without_ms"]) / row["alone_ms"]
+        assert row["hidden"] == pytest.approx(hidden) and row["alone_ms"] > 0

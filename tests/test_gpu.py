@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, steps_job
+from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, run_mesh, single, steps_job
 from pithtrain import catalog, checkpoint
 from pithtrain.build import build
 from pithtrain.models.contract import architectures
@@ -19,7 +19,7 @@ from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
 from pithtrain.ops.linear import Linears, Weight, add_weight_grad
 from pithtrain.ops.permute import order_slots, ordered_sum
-from pithtrain.ops.ring import Core
+from pithtrain.ops.ring import Core, Ring
 from pithtrain.ops.symmetric import Blocks, open_peers
 from pithtrain.spec import from_dict
 from pithtrain.train import train_step
@@ -29,6 +29,7 @@ from test_ring import Case, by_softmax, ran
 
 pytestmark = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 # widths that grouped_mm accepts: strides of 16 bytes
@@ -115,6 +116,24 @@ def test_compiled_regions_and_recomputation_follow_eager_in_bf16(family: str) ->
         got = ran(mode, compiled)
         np.testing.assert_allclose(got.losses, want.losses, rtol=2e-3, err_msg=f"{mode} {compiled}")
         np.testing.assert_allclose(got.norms, want.norms, rtol=5e-2, err_msg=f"{mode} {compiled}")
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch 2.11 while it compiles
+@pytest.mark.parametrize("family", architectures())
+def test_nothing_is_compiled_again_whatever_the_documents_on_the_gpu(family: str) -> None:
+    """Packed calls go to flash, sequences of one document to cuDNN, whose tensors may lie otherwise: eight steps of
+    either after the first, which has both."""
+    training = {**TRAINING, "device": "cuda", "compute_dtype": "bfloat16", "global_batch_size": 5}
+    sections = {"data": {"document_mask": True}, "compile": {"enabled": True}, "training": training}
+    spec = make_spec(architecture=family, model={"max_position_embeddings": 256}, **sections)
+    torch._dynamo.reset()
+    with single(spec, "cuda") as world:
+        engine = build(spec, world)
+        train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(1, 9):
+                train_step(engine, spec, batches_of(spec, engine, step), 1e-3)
 
 
 @needs_gpu
@@ -267,9 +286,20 @@ def deterministic_job(place: Place, fields: dict[str, Any], synchronised: bool) 
         torch.cuda.synchronize()
         return transfer
 
+    start = Ring._start
+
+    def drained_start(*args: Any) -> Any:
+        torch.cuda.synchronize()
+        works = start(*args)
+        for work in works:
+            work.wait()
+        torch.cuda.synchronize()
+        return works
+
     with pytest.MonkeyPatch.context() as patch:
         if synchronised:
             patch.setattr(Lane, "exchange", drained)
+            patch.setattr(Ring, "_start", drained_start)
         try:
             return steps_job(place, fields, 8)
         finally:
@@ -298,6 +328,34 @@ def test_overlap_changes_nothing_bitwise(pool: Pool, mode: str) -> None:
         assert other.norms == want.norms, name
         for key, master in want.masters.items():
             np.testing.assert_array_equal(other.masters[key], master, f"{key}, {name}")
+
+
+CUTS = [  # pp, dp, ep, cp; chunks of 32 tokens, or 16, beside windows of 3
+    pytest.param((1, 1, 1, 2), marks=needs_two),
+    *(pytest.param(mesh, marks=needs_four) for mesh in ((1, 1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 2))),
+]
+
+
+@pytest.mark.parametrize("mesh", CUTS, ids=str)
+@pytest.mark.parametrize("family", architectures())
+def test_overlap_of_cut_sequences_changes_nothing_bitwise(pool: Pool, family: str, mesh: tuple[int, ...]) -> None:
+    """Buffers that the next hop overwrites, gradients behind them, edges: eight steps with pairs in flight, documents
+    and streams, equal eight steps in which the device is drained around every exchange, and eight more."""
+
+    def ran(drained: bool, mask: bool, mode: str = "none") -> Ran:
+        training = {**TRAINING, "device": "cuda", "compute_dtype": "bfloat16"}
+        sections = {"data": {"document_mask": mask}, "activation_checkpoint": {"mode": mode}}
+        model = {"max_position_embeddings": 256}
+        spec = make_spec(*mesh, architecture=family, model=model, training=training, **sections)
+        fields = spec.model_dump(mode="json")
+        return gather_ran(pool.run(spec.world_size, deterministic_job, fields, drained, timeout_s=300))
+
+    for mask in (True, False):
+        want = ran(drained=True, mask=mask)
+        for other in (ran(drained=False, mask=mask), ran(drained=False, mask=mask, mode="full")):
+            assert (other.losses, other.norms) == (want.losses, want.norms), mask
+            for key, master in want.masters.items():
+                np.testing.assert_array_equal(other.masters[key], master, f"{key}, {mask}")
 
 
 @needs_two
@@ -563,17 +621,12 @@ def test_a_ring_of_threads_against_one_softmax_on_the_gpu(
 def test_two_gpus_share_sequences(pool: Pool, family: str, mask: bool, dtype: str) -> None:
     """Over NCCL: in fp32 with the bounds of the CPU tests, in bf16 near. Bitwise the same twice in fp32."""
     sizes = {"training": {**TRAINING, "device": "cuda", "compute_dtype": dtype}, "data": {"document_mask": mask}}
-    if dtype == "bfloat16":
-        if family != "qwen3_moe":
-            pytest.skip("the tiny widths of that family are no GPU kernel's")
-        sizes |= {"model": MODEL}
-    else:
-        sizes |= {"architecture": family, "model": {"max_position_embeddings": 256}}
+    sizes |= {"architecture": family, "model": {"max_position_embeddings": 256}}
     want = run_mesh(pool, make_spec(**sizes), 3)
     got, again = (run_mesh(pool, make_spec(cp=2, **sizes), 3) for _ in range(2))
-    near = 1e-5 if dtype == "float32" else 5e-2
+    near = 1e-5 if dtype == "float32" else 2e-3
     np.testing.assert_allclose(got.losses, want.losses, rtol=near)
-    np.testing.assert_allclose(got.norms, want.norms, rtol=near)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=near if dtype == "float32" else 5e-2)
     if dtype == "float32":
         np.testing.assert_array_equal(got.counts, want.counts)
         assert (again.losses, again.norms) == (got.losses, got.norms)
