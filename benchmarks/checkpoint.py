@@ -43,7 +43,8 @@ from pithtrain.world import Place, connect
 ONE_RANK = (
     "slurm.nodes=1",
     "slurm.gpus_per_node=1",
-    *(f"parallelism.{p}_parallel_size=1" for p in ("pipeline", "expert")),
+    *(f"parallelism.{p}_parallel_size=1" for p in ("pipeline", "expert", "context")),
+    "data.document_mask=false",  # random tokens have none
 )
 BLOCK = os.urandom(16 * 2**20)  # bytes that no file system compresses
 THREADS = (1, 4)

@@ -85,6 +85,7 @@ def main() -> None:
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least one is timed")
     overrides = arguments.overrides + ["moe.force_load_balance=true"] * arguments.force_load_balance
+    overrides += ["data.document_mask=false"]  # random tokens have none
     if arguments.json and not arguments.json.parent.is_dir():
         parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     try:

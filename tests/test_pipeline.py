@@ -97,6 +97,16 @@ def uneven_job(place: Place, fields: dict[str, Any]) -> tuple[float, Any]:
         return engine.zero.grad_norm().item(), grads
 
 
+def test_documents_that_nobody_told_are_no_stream() -> None:
+    """With the mask a micro-batch says where they are, on every rank: a stage that was not told would mask others."""
+    spec = make_spec(data={"document_mask": True})
+    with single(spec) as world:
+        engine = build(spec, world)
+        batches = [MicroBatch(batch.tokens, batch.labels) for batch in batches_of(spec, engine, 0)]
+        with pytest.raises(AssertionError, match="known on every rank"):
+            first_gradients(spec, engine, batches)
+
+
 def uneven_reference(spec: RunSpec) -> float:
     """The norm from one run per sequence, put together by hand: sum over valid tokens, divided once."""
     total: dict[str, np.ndarray] = {}

@@ -91,7 +91,9 @@ def build(spec: RunSpec, world: World) -> Engine:
         ring=None if world.cp_group is None else Ring(world.cp_group),
     )
     training, cp = spec.training, world.mesh.cp
-    part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)
+    part = None  # with documents, each micro-batch brings its own
+    if not spec.data.document_mask:
+        part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)
     pipeline = Pipeline(world, (built[0], built[1]), traffic, _hidden(spec), dtype, spec.num_micro_batches, part)
     o = spec.optimizer
     adam = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay)

@@ -67,10 +67,10 @@ class Pipeline:
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         micro_batches: int,
-        part: Part,
+        part: Part | None,
     ):
-        """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. `part`: that of micro-batches without their own. Needs
-        micro_batches >= 2 pp."""
+        """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. `part`: that of all micro-batches; None: each has
+        its own. Needs micro_batches >= 2 pp."""
         self._world = world
         self._stages = stages
         self._traffic = traffic
@@ -122,7 +122,9 @@ class Pipeline:
             assert batch.labels is not None, "pipeline rank 0 has the labels"
             labels = Labels(batch.labels, step.scale)
         assert x is not None, "pipeline rank 0 has the tokens"
-        return forward(stage, x, batch.part or self._part, self._traffic, labels, step.stats)
+        part = self._part if batch.part is None else batch.part
+        assert part is not None, "documents are known on every rank, or each stage would mask others"
+        return forward(stage, x, part, self._traffic, labels, step.stats)
 
     def _forward_done(self, step: _Step, fwd: tuple[int, int], result: tuple[Tensor | None, Tape]) -> None:
         phase, micro_batch = fwd
