@@ -85,11 +85,11 @@ def main() -> None:
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least one is timed")
     overrides = arguments.overrides + ["moe.force_load_balance=true"] * arguments.force_load_balance
-    overrides += ["data.document_mask=false"]  # random tokens have none
     if arguments.json and not arguments.json.parent.is_dir():
         parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     try:
-        specs = [load(config, overrides) for config in arguments.configs]
+        streams = "data.document_mask=false"  # random tokens have no documents
+        specs = [load(config, [*overrides, streams]) for config in arguments.configs]
     except PithtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -136,7 +136,10 @@ class Dataset:
 
     def documents(self, first: int, count: int) -> list[list[int]]:
         """Where the documents of these samples begin, as far as they lie in them: 0 first; one without a token where
-        its neighbour does. Reads offsets, no token."""
+        its neighbour does. Reads offsets, no token.
+
+        Raises DataError beyond the last allowed epoch."""
+        self.require(first + count)
         s = self.sequence_length
         starts = (self.locate(counter)[1] * s for counter in range(first, first + count))
         return [[0, *(1 + place for place in self._begins(start + 1, s - 1))] for start in starts]

@@ -70,13 +70,11 @@ class Part:
         self.documents = None if documents is None else [sorted({*starts}) for starts in documents]
         if self.documents is not None and all(len(starts) == 1 for starts in self.documents):
             self.documents = None  # rows of one document each are streams, and take the faster kernels
-        whole = torch.arange(length).expand(rows, -1)
-        if self.documents is not None:
-            begin = torch.zeros(rows, length, dtype=torch.int64)
-            for row, starts in enumerate(self.documents):
-                begin[row, starts] = torch.tensor(starts)
-            whole = whole - begin.cummax(1).values
-        self.positions_BS = to_device(torch.cat([whole[:, chunk] for chunk in own], 1), device)
+        places_S = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in own])
+        begins_BS = torch.zeros(rows, len(places_S), dtype=torch.int64)
+        for begins_S, starts in zip(begins_BS, map(torch.tensor, self.documents or ()), strict=False):
+            begins_S.copy_(starts[torch.searchsorted(starts, places_S, right=True) - 1])
+        self.positions_BS = to_device(places_S - begins_BS, device)
         self.packed = None
         if self.documents is not None or cp > 1:
             cuts = [0]
