@@ -245,9 +245,9 @@ def test_documents_and_their_labels(tmp_path: Path, shard_tokens: int) -> None:
             want = [-100 if t + 1 in begins else stream[t + 1] for t in range(i * s, (i + 1) * s)]
             assert labels[i].tolist() == want
     assert dataset(path, 4, shuffle=False).batch(0, 1)[1].tolist() == [stream[1:5]], "one stream without the mask"
-    once = dataset(path, 4, shuffle=False, document_mask=True, epochs=1)
+    once = dataset(path, 4, shuffle=False, document_mask=True, repeat=False, epochs=1)
     for read in (once.batch, once.documents):
-        with pytest.raises(DataError, match="data.epochs = 1"):
+        with pytest.raises(DataError, match=r"data\.epochs = 1"):
             read(once.samples_per_epoch, 1)
 
 
