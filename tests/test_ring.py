@@ -120,6 +120,17 @@ def test_work_of_a_stream_is_half_a_square_a_step(cp: int) -> None:
         assert not any(Part(1, LENGTH, CPU, cp, rank, [ONES]).steps(None)[1:]), "steps without work"
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_long_document_takes_the_calls_of_a_stream(cp: int) -> None:
+    """One a step, of all sequences that are cut alike, though it begins within the first chunk and ends in the last."""
+    for rank in range(cp):
+        for _, *steps in (Part(3, LENGTH, CPU, cp, rank, [LONG] * 3).steps(window) for window in (None, LENGTH - 2)):
+            assert [len(calls) for calls in steps] == [1] * (cp - 1)
+            assert all(call.rows == slice(0, 3) for [call] in steps)
+        _, *steps = Part(3, LENGTH, CPU, cp, rank, [LONG, LONG, ONE]).steps(None)
+        assert max(map(len, steps)) <= 2
+
+
 # ---- the ring against one softmax ------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ j = (c - t) mod C; without windows and documents
 
 half a square each. With documents or a window the own chunks are one packed call, and what a query chunk sees of
 earlier keys is one rectangle a sequence: the only document that reaches from one into the other holds the end of the
-one and the start of the other, and a window cuts the rectangle by a diagonal (`_rectangle`). No work is done for what
-is not seen.
+one and the start of the other, and a window cuts the rectangle by a diagonal (`_rectangle`). Neighbours are one call,
+so that one long document takes the calls of a stream. No work is done for what is not seen.
 
 A window that reaches no further than the chunk before a query's own has three steps and no more, on every rank: the own
 keys, the last `halo` keys of chunk c-1, and those of chunk 2C-2-c.
@@ -22,7 +22,7 @@ Legend: B sequences, S positions on this rank, n = S / 2 of a chunk.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,7 +114,8 @@ class Part:
         if (halo := self.halo(window)) is not None:  # nothing comes before chunk 0, and chunk C-1 is behind its own
             there = self.rank > 0, self.rank < self.cp - 1
             blocks = [(slice(c.start - halo, c.start),) * is_there for c, is_there in zip(mine, there, strict=True)]
-        return [[first, *self._rectangles(mine, window)], *([*self._rectangles(block, window)] for block in blocks)]
+        own, *others = (_joined(self._rectangles(block, window)) for block in (mine, *blocks))
+        return [[first, *own], *others]
 
     def _rectangles(self, block: Sequence[slice], window: int | None) -> Iterator[Call]:
         """What this rank's queries see of the keys of earlier chunks, or of their ends, that lie behind each other in
@@ -132,6 +133,23 @@ class Part:
                     q, k = i * n - a.start, j * (b.stop - b.start) - b.start
                     at = slice(queries.start + q, queries.stop + q)
                     yield Call(row, at, slice(keys.start + k, keys.stop + k), sight)
+
+
+def _joined(calls: Iterable[Call]) -> list[Call]:
+    """Fewer and larger: those that lie beside each other, of one sequence and then of several."""
+    joined = list(calls)
+    for side in ("queries", "keys", "rows"):
+        whole, joined = joined, []
+        for call in whole:
+            last = joined[-1] if joined else None
+            if last is not None and (side == "rows" or call.sight.window is None):
+                a, b = getattr(last, side), getattr(call, side)
+                longer = slice(a.start, b.stop)
+                if a.stop == b.start and last._replace(**{side: longer}) == call._replace(**{side: longer}):
+                    joined[-1] = last._replace(**{side: longer})
+                    continue
+            joined.append(call)
+    return joined
 
 
 def _rectangle(queries: range, keys: range, window: int | None) -> tuple[range, range, Sight] | None:
