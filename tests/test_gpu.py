@@ -274,6 +274,15 @@ def test_a_step_waits_for_counts_alone(pool: Pool, transport: str) -> None:
     pool.run(2, quiet_job, spec.model_dump(mode="json"))
 
 
+@needs_two
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_step_of_cut_sequences_never_waits_for_the_device(pool: Pool, family: str) -> None:
+    """A ring, and edges of windows: what arrives is waited for on the device."""
+    training = {**TRAINING, "device": "cuda", "compute_dtype": "bfloat16"}
+    sections = {"training": training, "data": {"document_mask": True}, "model": {"max_position_embeddings": 256}}
+    pool.run(2, quiet_job, make_spec(cp=2, architecture=family, **sections).model_dump(mode="json"))
+
+
 def deterministic_job(place: Place, fields: dict[str, Any], synchronised: bool) -> dict[str, Any]:
     """`synchronised`: nothing overlaps, the device is drained around every exchange."""
     torch.use_deterministic_algorithms(True)

@@ -165,9 +165,8 @@ class Edges:
         if t == 0:
             (_, _, self._grads), *pieces = pieces
             _add(self._grads, pieces)
-            self._sent, self._received = (
-                [torch.zeros_like(_pack(end)) for end in self._ends(self._own)] for _ in range(2)
-            )
+            size = sum(x.numel() for x in self._ends(self._own)[0])
+            self._sent, self._received = ([self._own[0].new_zeros(size) for _ in range(2)] for _ in range(2))
             return
         _add(_unpack(self._sent[t - 1], self._own), pieces)
         if t == 2:
