@@ -338,6 +338,10 @@ def test_the_exchanges_of_cut_sequences() -> None:
     assert plan(spec).communication_ms == pytest.approx({"ring": times * layer})
     full = tiny(*lines, "slurm.links.p2p={latency_us: 50, gb_s: 2}", "activation_checkpoint.mode=full")
     assert plan(full).communication_ms == pytest.approx({"ring": times * layer * 1.3})
+    pair = [line.replace("size=4", "size=2").replace("node=4", "node=2") for line in lines]
+    for mask, wide in (("true", 4), ("false", 2)):
+        sent = 2 * 128 * numbers * (2 * 2 + 2 * wide)
+        assert _ring(tiny(*pair, f"data.document_mask={mask}"), 0, 2) == (4, sent)
     two = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
     for window, want in ((3, (3, 3 * 2 * 2 * 2 * numbers * 4)), (33, (3, 3 * 2 * 2 * 32 * numbers * 4)), (34, None)):
         sizes, model = {"micro_batch_size": 2, "sequence_length": 256}, {**two, "sliding_window": window}

@@ -252,8 +252,8 @@ def communication(spec: RunSpec, cut: Sequence[tuple[int, ...]]) -> dict[str, fl
                      twice; with uniform routing a token goes to D = G (1 - C(E-e, k) / C(E, k)) of G ranks
     pipeline         per micro-batch two activations and two gradients [mbs, S, H]
     ring             per layer and micro-batch the exchanges of `ops/ring`: keys and values of C - 1 blocks forward,
-                     as many backward, once more where all is recomputed, and the gradients of C blocks in fp32; or
-                     edges of window - 1 keys of either chunk, as often and once back
+                     as many backward, once more where all is recomputed, and the gradients of C blocks, in fp32 but
+                     for two ranks of streams; or edges of window - 1 keys of either chunk, as often and once back
     """
     config, training, mesh, links = spec.model.config, spec.training, spec.mesh, spec.slurm.links
     experts, k, tokens = config.num_experts, config.num_experts_per_tok, training.micro_batch_size
@@ -285,8 +285,8 @@ def _ring(spec: RunSpec, layer: int, narrow: int) -> tuple[int, int]:
     chunk = training.sequence_length // (2 * cp)
     if window is not None and window - 1 <= chunk:
         return passes + 1, 2 * training.micro_batch_size * (window - 1) * numbers * narrow * (passes + 1)
-    hops = passes * (cp - 1)
-    return hops + cp, 2 * training.micro_batch_size * chunk * numbers * (hops * narrow + 4 * cp)
+    hops, wide = passes * (cp - 1), narrow if cp == 2 and window is None and not spec.data.document_mask else 4
+    return hops + cp, 2 * training.micro_batch_size * chunk * numbers * (hops * narrow + wide * cp)
 
 
 def plan(spec: RunSpec, document_length: float | None = None) -> Plan:

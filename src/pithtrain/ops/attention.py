@@ -105,12 +105,10 @@ def merge(acc: Tensor, lse: Tensor, out: Tensor | None, part_lse: Tensor) -> Non
 
         new = logaddexp(lse, part_lse);   acc = acc exp(lse - new) + out exp(part_lse - new);   lse = new
 
-    Without `out` those keys have no values: a sink is one. A bf16 acc is rounded every time."""
+    Without `out` those keys have no values: a sink is one. A bf16 acc is rounded once a call."""
     total = torch.logaddexp(lse, part_lse)
     old, new = ((x - total).exp_().transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse))
-    acc.mul_(old)
-    if out is not None:
-        acc.add_(out * new)
+    acc.copy_(acc * old if out is None else acc * old + out * new)
     lse.copy_(total)
 
 

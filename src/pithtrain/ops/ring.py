@@ -7,12 +7,13 @@ once, last (`attention.merge`).
 
 The backward gives every block the final (O, lse). dQ stays; the gradients of keys and values travel behind them in fp32
 and are home after C hops. So memory does not grow with C. What is kept for the backward: q, this rank's keys and
-values, (O, lse).
+values, (O, lse). Two ranks add up two terms, if sequences are streams; then every sum is in the compute type, where it
+ends anyhow, and gradients travel so.
 
 **Edges.** Where a window reaches no further than the chunk before a query's own, nothing goes round: the last
 window - 1 keys of each chunk go to the rank of the chunk behind it, a neighbour, and their gradients come back: one
 exchange each way, whatever C. A key then has one gradient beside that of its own chunk, and a query one output beside
-its own, so that sums in the compute type lose nothing to those in fp32 that are rounded at the end.
+its own: again two terms.
 
 Every rank makes the same exchanges in the same order: they follow from C and the window, whatever the documents.
 
@@ -23,7 +24,7 @@ Bytes on the wire per rank, layer and micro-batch, m tokens on the rank, w bytes
 2 Hkv (Dk + Dv), 512 Hkv for heads of 128. With recomputation of everything the forward's go twice; a balance loss adds
 a sum of its counts, sets x experts.
 
-    ring     forward (C - 1) m w; backward (C - 1) m w + C m (2 w)
+    ring     forward (C - 1) m w; backward (C - 1) m w + C m (2 w), or 3 m w for streams on two ranks
     edges    forward 2 B (window - 1) w; backward twice that
 
 Legend: B sequences, S positions on this rank, n = S / 2 of a chunk, Hq query and Hkv key/value heads.
@@ -107,10 +108,10 @@ def _unpack(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 class Round:
     """The sources of all keys go round the ranks, and their gradients behind them."""
 
-    def __init__(self, ring: Ring, sources: Sequence[Tensor]):
+    def __init__(self, ring: Ring, sources: Sequence[Tensor], stream: bool):
         self._ring, self._packet = ring, _pack(sources)
-        self._own = _unpack(self._packet, sources)
-        self.dtype = accumulate_dtype(self._packet.dtype)  # of sums
+        self._own, dtype = _unpack(self._packet, sources), self._packet.dtype
+        self.dtype = dtype if stream and ring.size == 2 else accumulate_dtype(dtype)  # of sums
 
     def blocks(self) -> Iterator[Sequence[Tensor]]:
         """Sources of each step's keys; while one is used the next arrives."""
@@ -229,7 +230,8 @@ class Attention:
             out, lse = kernels_for(q, call.sight).forward(q, k, v, core.scale, call.sight)
         else:
             halo = part.halo(core.window)
-            self._travel = Round(ring, sources) if halo is None else Edges(ring, sources, halo)
+            stream = part.documents is None and core.window is None
+            self._travel = Round(ring, sources, stream) if halo is None else Edges(ring, sources, halo)
             out, lse = self._forward(self._travel)
         if core.sinks is not None:
             out, sinks = out.contiguous(), core.sinks.data.to(lse.dtype)
