@@ -158,7 +158,7 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
         return torch.randn(*sizes, dtype=dtype, device=device)
 
     ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-    slots = order_slots(ids, shape.experts, shape.tokens * shape.slots)
+    slots = order_slots(ids, torch.rand(ids.shape, device=device), shape.experts, shape.tokens * shape.slots)
     yield from slot_cases(shape, slots, rand)
     if gpu:
         yield router_case(shape, rand)
@@ -448,7 +448,7 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
     for shape, part, n, k in products:
         rows = shape.tokens * shape.slots
         ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-        ends = order_slots(ids, shape.experts, rows).ends_E
+        ends = order_slots(ids, torch.rand(ids.shape, device=device), shape.experts, rows).ends_E
         dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (n, k))
         main = torch.zeros(shape.experts, n, k, device=device)
         timed: list[tuple[float, Tiles]] = []

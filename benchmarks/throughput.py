@@ -158,6 +158,7 @@ def measure(spec: RunSpec, place: Place, steps: int, profiled: bool) -> dict[str
     training, config = spec.training, spec.model.config
     gpu = device_type(spec) == "cuda"
     if gpu:
+        torch.cuda.init()  # which a process of several has not done yet
         torch.cuda.reset_peak_memory_stats(place.local_rank)
         if (held := torch.cuda.memory_allocated(place.local_rank)) > 2**30:
             raise RuntimeError(f"{held / 2**30:.1f} GiB of the spec before are still held: measure this one alone")

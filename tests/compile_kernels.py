@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pithtrain.ops import kernels
-from pithtrain.ops.permute import SlotBias
+from pithtrain.ops import kernels, permute_kernels
+from pithtrain.ops.permute import SlotBias, unpack
 from pithtrain.ops.rounding import rounding_keys
 
 BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
@@ -57,15 +57,21 @@ class Compiled:
 
 
 def main() -> None:
-    for name, kernel in [*vars(kernels).items()]:
-        if isinstance(kernel, JITFunction) and any(p.is_constexpr for p in kernel.params) and name not in INNER:
-            setattr(kernels, name, Compiled(name, kernel))
+    for module in (kernels, permute_kernels):
+        for name, kernel in [*vars(module).items()]:
+            if isinstance(kernel, JITFunction) and any(p.is_constexpr for p in kernel.params) and name not in INNER:
+                setattr(module, name, Compiled(name, kernel))
     rows, hidden, width, experts = 64, 256, 128, 4
     slots, gate_up = torch.zeros(rows, hidden, dtype=BF16), torch.zeros(rows, 2 * width, dtype=BF16)
     weight, expert = torch.zeros(rows), torch.zeros(rows, dtype=INT64)
     ends = torch.full((experts,), rows, dtype=torch.int32)
     bias = SlotBias(torch.zeros(experts, hidden), expert, weight)
     index = torch.zeros(16, 2, 2, dtype=INT64)
+    ids, routing = torch.zeros(rows, 8, dtype=INT64), torch.zeros(rows, 8)
+    for dedup in (True, False):
+        records = permute_kernels.plan_rows(ids, routing, 2, 4, dedup).records_Ur
+        permute_kernels.order_slots(*unpack(records, FP32), 4, rows)
+    permute_kernels.order_slots(ids, routing, 128, rows)
     for more in (None, bias):
         kernels.ordered_sum(slots, index, more, [slots[:16]] * 2)
     for limit, offset, own in ((None, 0.0, None), (7.0, 1.0, torch.zeros(experts, 2 * width))):
@@ -84,7 +90,7 @@ def main() -> None:
         kernels.adamw(*state, torch.zeros(rows, dtype=BF16), *scalars, *options)
 
 
-INNER = ("_gate_and_up",)  # called by kernels, never launched
+INNER = ("_gate_and_up", "_ranks")  # called by kernels, never launched
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -186,7 +186,7 @@ def test_case_073_more_than_2_to_the_31_elements() -> None:
     x[-4:] = marks
     local = torch.zeros(rows, 1, dtype=torch.int64, device="cuda")
     local[-2:] = 1
-    slots = order_slots(local, 2, rows)
+    slots = order_slots(local, torch.ones(rows, 1, device="cuda"), 2, rows)
     assert torch.equal(x[slots.row_R][-4:], marks)
     assert torch.equal(ordered_sum(x, slots.slot_U1q)[-4:], marks)
     weight = torch.randn(2, 64, width, device="cuda").bfloat16() / 64

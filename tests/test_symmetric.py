@@ -26,18 +26,19 @@ from pithtrain.world import Place
 def test_places_of_every_rank_fill_every_buffer_once(ranks: int) -> None:
     """Each receiver's rows lie one behind the other in the order of their senders, on the way out and home."""
     counts = torch.randint(0, 5, (ranks, ranks, 2), generator=torch.Generator().manual_seed(ranks))
-    told = [places(counts.to(torch.int32), rank).tolist() for rank in range(ranks)]
+    told = [places(counts.numpy(), rank) for rank in range(ranks)]
     rows = counts[:, :, 0].tolist()
-    for rank, (sent, received, slots, *_) in enumerate(told):
-        assert sent == rows[rank] and received == [rows[other][rank] for other in range(ranks)]
-        assert slots == counts[:, rank, 1].tolist()
+    for rank, (out, home, slots, _) in enumerate(told):
+        assert out.sent == home.received == rows[rank]
+        assert out.received == home.sent == [rows[other][rank] for other in range(ranks)]
+        assert slots == counts[:, rank, 1].sum()
     for to in range(ranks):
-        ends_out = itertools.accumulate((told[source][0][to] for source in range(ranks)), initial=0)
-        assert [told[source][3][to] for source in range(ranks)] == list(ends_out)[:-1]
-        ends_home = itertools.accumulate((told[source][1][to] for source in range(ranks)), initial=0)
-        assert [told[source][4][to] for source in range(ranks)] == list(ends_home)[:-1]
-        assert told[0][5][to] == max(sum(told[to][0]), sum(told[to][1]))
-    assert all(each[5] == told[0][5] for each in told), "all ranks judge alike whether rows fit"
+        for way in (0, 1):  # out, home
+            blocks = [each[way] for each in told]
+            ends = itertools.accumulate((each.sent[to] for each in blocks), initial=0)
+            assert [each.begin[to] for each in blocks] == list(ends)[:-1]
+        assert told[0][3][to] == max(sum(told[to][0].sent), sum(told[to][0].received))
+    assert all(each[3] == told[0][3] for each in told), "all ranks judge alike whether rows fit"
 
 
 def test_regions_do_not_overlap_and_fit_their_set() -> None:

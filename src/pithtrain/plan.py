@@ -4,7 +4,8 @@
 into 2P contiguous blocks such that the slowest rank (the head counts on rank 0) is as fast as can be; among the cuts
 within 2 % of that, the one with the least sum over ranks of (a - b)^2 + (a + b)^2 / 4, a and b the times of a rank's
 stages: equal pairs, since a pair overlaps as far as the shorter one goes, and work for every rank even where the head
-alone sets the pace. Costs are FLOPs. Empty stages are legal: a model may have fewer layers than stages.
+alone sets the pace. Costs are FLOPs. Empty stages are legal: a model may have fewer layers than stages. With one rank
+no cut is faster and no neighbour waits, so the head, which has nothing to hide, does not count: two equal halves.
 
     partition(Qwen3-30B-A3B, pp=4, sequence_length=4096): rank 0 takes 7 layers and, beside the head, 2; the others 6
     and 7. Slowest over mean 1.01; an even cut has 1.24.
@@ -77,7 +78,7 @@ def partition(config: ModelConfig, pp: int, sequence_length: int) -> tuple[tuple
     cap = max((sum(layers) + head) / pp, head, *layers) * (1 + 1e-9)  # no cut has a faster slowest rank
     while (fastest := _search(layers, head, pp, cap, pairs=False)) is None:
         cap *= GROWTH
-    cut = _search(layers, head, pp, fastest[0] * SLACK, pairs=True)
+    cut = _search(layers, head if pp > 1 else 0.0, pp, fastest[0] * SLACK, pairs=True)
     assert cut is not None, "the cut found under this cap is gone"
     numbers = iter(range(len(layers)))
     sizes = [a for a, _ in cut[1]] + [b for _, b in reversed(cut[1])]

@@ -10,9 +10,9 @@ indices only, so its transposes need nothing saved. Each transfer is *launched* 
 *finished* where its result is used; what runs between hides it. The one host synchronisation of a layer is
 `wait_counts`. With expert-parallel size 1 (`LocalExchange`) the same calls move nothing.
 
-What it costs where ep > 1, per layer and micro-batch: seven all-to-alls (counts; rows and records; combine; combine';
-drows and dweights) and one host wait. Each is launched on every rank, also for zero rows. They are collectives (NCCL,
-gloo) or, inside an NVLink domain, copies into the peers' memory (`ops/symmetric`).
+What it costs where ep > 1, per layer and micro-batch: an all-gather of counts, six all-to-alls (rows and records;
+combine; combine'; drows and dweights) and one host wait. Each is launched on every rank, also for zero rows. They are
+collectives (NCCL, gloo) or, inside an NVLink domain, copies into the peers' memory (`ops/symmetric`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pithtrain.ops.experts import Received
-from pithtrain.ops.permute import gather_rows, ordered_sum, plan_rows
-from pithtrain.ops.symmetric import Blocks, Peers
+from pithtrain.ops.permute import gather_rows, ordered_sum, plan_rows, unpack
+from pithtrain.ops.symmetric import Blocks, Peers, places
 
 ROUND_ROWS = 1024  # of a buffer on CUDA: the caching allocator meets few sizes, and does not fragment
 
@@ -88,13 +88,15 @@ class Lane:
             yield
 
     def tell(self, counts_G2: Tensor) -> Tensor:
-        """From the (rows, slots) int32 that we have for each rank, what the host must know: [3, G] rows to each, rows
-        and slots from each; with peers three lines more (`symmetric.places`)."""
+        """All counts to all: [G, G, 2] int32, what each rank has for each, from the [G, 2] that we have."""
+        assert self.group is not None
         if self.peers is not None:
             return self.peers.tell(counts_G2)
-        one_each = Blocks([1] * self.size, [1] * self.size, [])
-        [theirs] = self.exchange([counts_G2], one_each).finish()
-        return torch.cat((counts_G2[:, :1], theirs), dim=1).t().contiguous()
+        told = counts_G2.new_empty(self.size * self.size, 2)
+        work = dist.all_gather_into_tensor(told, counts_G2, group=self.group, async_op=True)
+        assert work is not None
+        work.wait()
+        return told.view(self.size, self.size, 2)
 
     def exchange(self, tensors: Sequence[Tensor], blocks: Blocks) -> Transfer:
         """All-to-all of the leading dims, which are alike."""
@@ -136,7 +138,7 @@ class Edge(Protocol):
 
     def launch_counts(self) -> None: ...
     def wait_counts(self) -> None: ...
-    def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None: ...
+    def launch_dispatch(self, n_TH: Tensor) -> None: ...
     def received(self, keep: bool = True) -> Received: ...
     def launch_combine(self, out_UH: Tensor) -> None: ...
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor: ...
@@ -146,18 +148,19 @@ class Edge(Protocol):
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
-def open_exchange(ids_TK: Tensor, num_experts: int, forward: Lane, backward: Lane, dedup: bool) -> Edge:
-    """The exchange of one layer call, from its expert ids [T, K]. `forward` and `backward` have one size."""
+def open_exchange(ids_TK: Tensor, w_TK: Tensor, num_experts: int, forward: Lane, backward: Lane, dedup: bool) -> Edge:
+    """The exchange of one layer call, from its expert ids and routing weights. `forward` and `backward` have one
+    size."""
     if forward.size == 1:
-        return LocalExchange(ids_TK)
-    return Exchange(ids_TK, num_experts // forward.size, forward, backward, dedup)
+        return LocalExchange(ids_TK, w_TK)
+    return Exchange(ids_TK, w_TK, num_experts // forward.size, forward, backward, dedup)
 
 
 class LocalExchange:
     """Expert-parallel size 1: the rows are the tokens, nothing is copied or sent."""
 
-    def __init__(self, ids_TK: Tensor):
-        self._ids_TK = ids_TK
+    def __init__(self, ids_TK: Tensor, w_TK: Tensor):
+        self._routing: tuple[Tensor, ...] = (ids_TK, w_TK)
         self._held: tuple[Tensor, ...] = ()
 
     def launch_counts(self) -> None:
@@ -166,12 +169,13 @@ class LocalExchange:
     def wait_counts(self) -> None:
         pass
 
-    def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None:
-        self._held = (n_TH, w_TK)
+    def launch_dispatch(self, n_TH: Tensor) -> None:
+        self._held = (n_TH,)
 
     def received(self, keep: bool = True) -> Received:
-        n_TH, w_TK = self._take()
-        return Received(n_TH, self._ids_TK, w_TK, self._ids_TK.numel())
+        [n_TH] = self._take()
+        (ids_TK, w_TK), self._routing = self._routing, ()
+        return Received(n_TH, ids_TK, w_TK, ids_TK.numel())
 
     def launch_combine(self, out_UH: Tensor) -> None:
         self._held = (out_UH,)
@@ -201,17 +205,18 @@ class LocalExchange:
 class Exchange:
     """Expert-parallel size > 1. Construction does the index work on the device, without a host synchronisation."""
 
-    def __init__(self, ids_TK: Tensor, experts_per_rank: int, forward: Lane, backward: Lane, dedup: bool):
+    def __init__(self, ids_TK: Tensor, w_TK: Tensor, experts_per_rank: int, forward: Lane, backward: Lane, dedup: bool):
         self._forward, self._backward = forward, backward
-        self._rows = plan_rows(ids_TK, forward.size, experts_per_rank, dedup)
+        self._rows = plan_rows(ids_TK, w_TK, forward.size, experts_per_rank, dedup)
+        self._weight_dtype = w_TK.dtype
         self._ready = forward.mark()
         self._flight: Transfer | None = None
 
     def launch_counts(self) -> None:
-        """(rows, slots) for each rank, exchanged; then one copy to pinned host memory behind one event."""
+        """All ranks' (rows, slots) for all; then one copy to pinned host memory behind one event."""
         lane = self._forward
         with lane.after(self._ready):
-            told = lane.tell(self._rows.counts_G2.to(torch.int32))
+            told = lane.tell(self._rows.counts_G2)
             if told.is_cuda:
                 self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
                 self._told.copy_(told, non_blocking=True)
@@ -223,31 +228,23 @@ class Exchange:
         """The layer's only host synchronisation: how many rows and slots go and come."""
         if self._rows.token_U.is_cuda:
             self._copied.synchronize()
-        sent, received, slots, *places = self._told.tolist()
-        out, home, most = places or ([], [], [])
+        assert self._forward.group is not None
+        self._out, self._home, self._num_slots, most = places(self._told.numpy(), self._forward.group.rank())
         if self._forward.peers is not None:
             self._forward.peers.require_room(most)
-        self._out, self._home = Blocks(sent, received, out), Blocks(received, sent, home)
-        self._num_slots = sum(slots)
-        self.rows_sent = sum(sent)
+        self.rows_sent = sum(self._out.sent)
         self._token = self._rows.token_U[: self.rows_sent]
 
-    def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None:
-        """n [T, H] in compute dtype and w [T, K] fp32, whose producer came before this exchange was made."""
-        lane, rows, total = self._forward, self._rows, self.rows_sent
+    def launch_dispatch(self, n_TH: Tensor) -> None:
+        """n [T, H] in compute dtype, whose producer came before this exchange was made."""
+        lane = self._forward
         with lane.after(self._ready):
-            weights = w_TK.new_zeros(rows.local_Uq.shape)
-            weights[rows.row_TK, rows.col_TK] = w_TK
-            records = torch.cat((rows.local_Uq[:total].to(torch.int32), weights[:total].view(torch.int32)), dim=1)
-            self._flight = lane.exchange([gather_rows(n_TH, self._token), records], self._out)
-        self._weight_dtype = w_TK.dtype
+            rows = gather_rows(n_TH, self._token)
+            self._flight = lane.exchange([rows, self._rows.records_Ur[: self.rows_sent]], self._out)
 
     def received(self, keep: bool = True) -> Received:
         rows, records = self._land(keep)
-        per_row = self._rows.local_Uq.shape[1]
-        # a copy, not `contiguous`: one row's slice counts as contiguous and cannot be viewed as 8-byte floats
-        local, weights = records[:, :per_row], records[:, per_row:].clone(memory_format=torch.contiguous_format)
-        return Received(rows, local.to(torch.int64), weights.view(self._weight_dtype), self._num_slots)
+        return Received(rows, *unpack(records, self._weight_dtype), self._num_slots)
 
     def launch_combine(self, out_UH: Tensor) -> None:
         lane = self._forward

@@ -52,7 +52,7 @@ class Experts:
 @dataclass(frozen=True)
 class Received:
     """What a rank's experts work on: rows_UH, local expert ids local_Uq (-1: padding), weights_Uq fp32, and the number
-    of slots that are not padding."""
+    of slots that are not padding. Ids and weights are read at once, and may lie where the next exchange lands."""
 
     rows_UH: Tensor
     local_Uq: Tensor
@@ -70,16 +70,16 @@ class ExpertSegment:
         """The weighted sum over its slots of every received row, [U, H] in compute dtype."""
         rows, experts = received.rows_UH, self._experts
         self._records = received.weights_Uq.shape
-        self._slots = slots = order_slots(received.local_Uq, experts.gate_up.data.shape[0], received.num_slots)
-        self._w_R = received.weights_Uq.reshape(-1)[slots.record_R]
+        num_experts = experts.gate_up.data.shape[0]
+        self._slots = slots = order_slots(received.local_Uq, received.weights_Uq, num_experts, received.num_slots)
         x_RH = gather_rows(rows, slots.row_R)
         gate_up = grouped_linear(x_RH, experts.gate_up.data, slots.ends_E)
         self._x = x_RH if self._recompute == "none" else rows
         self._gate_up = None if self._recompute == "full" else gate_up
-        act = expert_activation(gate_up, self._w_R, experts.glu, _data(experts.gate_up_bias), slots.expert_R)
+        act = expert_activation(gate_up, slots.weight_R, experts.glu, _data(experts.gate_up_bias), slots.expert_R)
         y_RH = grouped_linear(act, experts.down.data, slots.ends_E)
         down_bias = experts.down_bias
-        bias = None if down_bias is None else SlotBias(down_bias.data, slots.expert_R, self._w_R)
+        bias = None if down_bias is None else SlotBias(down_bias.data, slots.expert_R, slots.weight_R)
         return ordered_sum(y_RH, slots.slot_U1q, bias)
 
     def rerun(self) -> None:
@@ -93,7 +93,7 @@ class ExpertSegment:
         self.rerun()
         experts, slots, x, gu = self._experts, self._slots, self._x, self._gate_up
         assert gu is not None
-        w_R, expert_R, ends = self._w_R, slots.expert_R, slots.ends_E
+        w_R, expert_R, ends = slots.weight_R, slots.expert_R, slots.ends_E
         row_R = None if self._recompute == "none" else slots.row_R
         dy_RH = gather_rows(dout_UH, slots.row_R)
         dy = dy_RH if row_R is None else dout_UH  # from here to W, x and dy are alike
@@ -126,7 +126,7 @@ class ExpertSegment:
             ready.append(lambda: down_bias.add(add_down_bias))
         if (up_bias := experts.gate_up_bias) is not None:
             ready.append(lambda: up_bias.add(add_gate_up_bias))
-        del self._x, self._gate_up, self._w_R, self._slots
+        del self._x, self._gate_up, self._slots
         return drows, dweights
 
 

@@ -44,8 +44,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -72,16 +73,16 @@ class Signals(Protocol):
     def wait_signal(self, src_rank: int, channel: int) -> None: ...
 
 
-def places(counts_GG2: Tensor, rank: int) -> Tensor:
-    """[6, G] int32, what the host needs of the (rows, slots) that every rank has for every other: rows to and from each
-    rank, slots from each, the first row of ours in what each receives on the way out and on the way home, and the most
-    that each receives on either way."""
+def places(counts_GG2: np.ndarray[Any, Any], rank: int) -> tuple[Blocks, Blocks, int, list[int]]:
+    """What the host needs of the (rows, slots) that every rank has for every other: the blocks of the way out and of
+    the way home, the slots that arrive, and the most rows that each rank receives on either way."""
     rows_GG = counts_GG2[:, :, 0]
-    out = rows_GG.cumsum(0) - rows_GG  # [from, to]: rows for `to` of the ranks before `from`
-    home = rows_GG.cumsum(1) - rows_GG  # the same of the transpose
-    most = torch.maximum(rows_GG.sum(0), rows_GG.sum(1))
-    told = rows_GG[rank], rows_GG[:, rank], counts_GG2[:, rank, 1], out[rank], home[:, rank], most
-    return torch.stack([row.to(torch.int32) for row in told])
+    sent, received = rows_GG[rank].tolist(), rows_GG[:, rank].tolist()
+    out = rows_GG[:rank].sum(0)  # rows for each rank of the ranks before this one
+    home = rows_GG[:, :rank].sum(1)  # the same of the transpose
+    most = np.maximum(rows_GG.sum(0), rows_GG.sum(1))
+    slots = int(counts_GG2[:, rank, 1].sum())
+    return Blocks(sent, received, out.tolist()), Blocks(received, sent, home.tolist()), slots, most.tolist()
 
 
 def regions(capacity: int, row_bytes: Sequence[int]) -> list[int]:
@@ -143,12 +144,12 @@ class Peers:
             self._signals.wait_signal(peer, channel)
 
     def tell(self, counts_G2: Tensor) -> Tensor:
-        """`places` of the (rows, slots) int32 that each rank has for each; all on the current stream."""
+        """[G, G, 2], the counts of all ranks, in place; all on the current stream."""
         ranks = len(self._sets)
         equal = [ranks] * ranks
         [counts], channel = self.put([counts_G2.repeat(ranks, 1)], Blocks(equal, equal, [self._rank * ranks] * ranks))
         self.wait(channel)
-        return places(counts.view(ranks, ranks, 2), self._rank)
+        return counts.view(ranks, ranks, 2)
 
 
 def open_peers(
