@@ -42,7 +42,7 @@ if not torch.cuda.is_available():  # before triton is imported
 from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
-from pithtrain.ops import kernels
+from pithtrain.ops import kernels, permute_kernels
 from pithtrain.ops.attention import CUDNN, FLASH
 from pithtrain.ops.cross_entropy import CHUNK, plain_loss_and_grad
 from pithtrain.ops.grouped import (
@@ -53,7 +53,7 @@ from pithtrain.ops.grouped import (
 )
 from pithtrain.ops.kernels import Tiles
 from pithtrain.ops.linear import Linears
-from pithtrain.ops.permute import SlotBias, Slots, order_slots, plain_ordered_sum
+from pithtrain.ops.permute import Rows, SlotBias, Slots, plain_order_slots, plain_ordered_sum, plain_plan_rows
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 
@@ -158,7 +158,9 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
         return torch.randn(*sizes, dtype=dtype, device=device)
 
     ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-    slots = order_slots(ids, torch.rand(ids.shape, device=device), shape.experts, shape.tokens * shape.slots)
+    weights = torch.rand(ids.shape, device=device)
+    yield from index_cases(shape, ids, weights)
+    slots = plain_order_slots(ids, weights, shape.experts, shape.tokens * shape.slots)
     yield from slot_cases(shape, slots, rand)
     if gpu:
         yield router_case(shape, rand)
@@ -186,6 +188,26 @@ def router_case(shape: Shape, rand: Rand) -> Case:
         x.nbytes + w.nbytes + 4.0 * shape.tokens * shape.experts,
         6.0 * shape.tokens * shape.experts * shape.hidden,
     )
+
+
+def index_cases(shape: Shape, ids: Tensor, weights: Tensor) -> Iterator[Case]:
+    """What goes where: as if half of the experts were on another rank, and the order of all slots on one."""
+
+    def rows(plan: Callable[..., Rows]) -> tuple[Tensor, ...]:
+        planned = plan(ids, weights, 2, shape.experts // 2, True)
+        return planned.row_TK, planned.col_TK, planned.row_TGC, planned.counts_G2
+
+    def slots(order: Callable[..., Slots]) -> tuple[Tensor, ...]:
+        return tuple(vars(order(ids, weights, shape.experts, ids.numel())).values())
+
+    made = sum(
+        part.nbytes for part in (*vars(plain_plan_rows(ids, weights, 2, shape.experts // 2, True)).values(), ids)
+    )
+    kernel, twin = permute_kernels.plan_rows, plain_plan_rows
+    yield Case("plan_rows", shape.name, lambda: rows(kernel), lambda: rows(twin), made + weights.nbytes)
+    order, plain = permute_kernels.order_slots, plain_order_slots
+    moved = 5 * ids.nbytes + 2 * weights.nbytes
+    yield Case("order_slots", shape.name, lambda: slots(order), lambda: slots(plain), moved)
 
 
 def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
@@ -448,7 +470,7 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
     for shape, part, n, k in products:
         rows = shape.tokens * shape.slots
         ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-        ends = order_slots(ids, torch.rand(ids.shape, device=device), shape.experts, rows).ends_E
+        ends = plain_order_slots(ids, ids, shape.experts, rows).ends_E
         dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (n, k))
         main = torch.zeros(shape.experts, n, k, device=device)
         timed: list[tuple[float, Tiles]] = []
