@@ -11,7 +11,8 @@ relative error, so that small and large messages count alike. `pithtrain plan` u
     p2p           one grouped batch: send to the next rank, receive from the one before
     copy_engine   what moe.transport: symmetric does: copies into the peers' memory, signals, waits; if it can be
 
-Times are of a host that queues, waits and looks at its clock; a step that keeps its queue full sees less latency.
+On GPUs the time is the device's, of one message in a row that was queued before it began, as a step does; a CPU's is
+its clock's.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from pithtrain.worker import prepare_environment
 from pithtrain.world import Place, World, connect
 
 REPEATS, WARM_UP = 20, 3
+ROW, AHEAD = 10, 20_000_000  # messages in a row; clock cycles, 10 ms
 
 
 def main() -> None:
@@ -131,15 +133,30 @@ def median(world: World, act: Callable[[], object]) -> float:
     """Seconds of one, after warm-up, the slowest rank's in each round."""
     took: list[float] = []
     for _ in range(WARM_UP + REPEATS):
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        world.barrier()
-        begin = time.perf_counter()
-        act()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        took.append(world.max(round(1e9 * (time.perf_counter() - begin)))()[0] / 1e9)
+        once = on_device if world.device.type == "cuda" else on_host
+        took.append(world.max(round(1e9 * once(world, act)))()[0] / 1e9)
     return statistics.median(took[WARM_UP:])
+
+
+def on_host(world: World, act: Callable[[], object]) -> float:
+    world.barrier()
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def on_device(world: World, act: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    world.barrier()
+    torch.cuda._sleep(AHEAD)  # the host queues all meanwhile
+    act()  # behind which all ranks are at one place
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(ROW):
+        act()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / ROW
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ from pithtrain.errors import PithtrainError
 from pithtrain.models.contract import flops_per_token, head_flops
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict, load
-from pithtrain.tape import overlap
+from pithtrain.tape import RunClosures, overlap, run_backward, run_forward
 from pithtrain.train import BF16_PEAK_FLOPS, StepResult, train_step
 from pithtrain.worker import prepare_environment
 from pithtrain.world import Place, World, connect
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up (default 10)")
     parser.add_argument("--force-load-balance", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-overlap", action="store_true", help="pairs play their backward, then their forward")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.steps < 1:
@@ -97,7 +98,7 @@ def main() -> None:
     for config, spec in zip(arguments.configs, specs, strict=True):
         row: dict[str, Any] = {"config": config.stem, **about(spec)}
         try:
-            row |= measure_here(spec, arguments.steps, arguments.profile)
+            row |= measure_here(spec, arguments.steps, arguments.profile, not arguments.no_overlap)
         except Exception as error:  # the others may fit
             traceback.print_exc()
             row |= {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -131,30 +132,31 @@ def about(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def measure_here(spec: RunSpec, steps: int, profiled: bool) -> dict[str, Any]:
+def measure_here(spec: RunSpec, steps: int, profiled: bool, overlapped: bool) -> dict[str, Any]:
     """The figures of a spec; the device is empty again afterwards."""
     if spec.world_size == 1:
         try:
-            return measure(spec, Place(0, 1, 0, "", 1), steps, profiled)
+            return measure(spec, Place(0, 1, 0, "", 1), steps, profiled, overlapped)
         finally:
             if spec.compile.enabled:
                 torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as name:
         seat = {"RANK": "0", "WORLD_SIZE": str(spec.world_size), **os.environ}
         os.environ.update(prepare_environment(seat))
-        mp.spawn(one_rank, (spec.model_dump(mode="json"), name, steps, profiled), spec.world_size)
+        mp.spawn(one_rank, (spec.model_dump(mode="json"), name, steps, profiled, overlapped), spec.world_size)
         return json.loads((Path(name) / "row.json").read_text())
 
 
-def one_rank(rank: int, fields: dict[str, Any], folder: str, steps: int, profiled: bool) -> None:
+def one_rank(rank: int, fields: dict[str, Any], folder: str, steps: int, profiled: bool, overlapped: bool) -> None:
     spec = from_dict(fields)
-    row = measure(spec, Place(rank, spec.world_size, rank, f"file://{folder}/store", 1), steps, profiled)
+    row = measure(spec, Place(rank, spec.world_size, rank, f"file://{folder}/store", 1), steps, profiled, overlapped)
     if rank == 0:
         (Path(folder) / "row.json").write_text(json.dumps(row))
 
 
-def measure(spec: RunSpec, place: Place, steps: int, profiled: bool) -> dict[str, Any]:
+def measure(spec: RunSpec, place: Place, steps: int, profiled: bool, overlapped: bool) -> dict[str, Any]:
     """Build, warm up, time, look. Every rank of the spec calls it; rank 0's answer counts."""
+    pipeline.overlap = overlap if overlapped else in_turn
     training, config = spec.training, spec.model.config
     gpu = device_type(spec) == "cuda"
     if gpu:
@@ -211,7 +213,7 @@ def measure(spec: RunSpec, place: Place, steps: int, profiled: bool) -> dict[str
         "clocks": clocks,
         "warm_up_s": warm_up_s,
         "loss": loss,
-        "transport": engine.transport.split(":")[0],
+        "transport": engine.transport.name,
     }
     return row | seen
 
@@ -300,7 +302,7 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
     drain(world)
     plain = pipeline.overlap
     if world.mesh.ep > 1:
-        pipeline.overlap = marked
+        pipeline.overlap = marked(plain)
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
             for _ in range(PROFILED):
@@ -324,12 +326,22 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
     return told
 
 
-def marked(*pair: Any) -> Any:
+def marked(play: Callable[..., Any]) -> Callable[..., Any]:
     """A pair between two kernels of a name that nothing else has, so that a trace shows where it begins and ends."""
-    torch.cuda._sleep(1)
-    result = overlap(*pair)
-    torch.cuda._sleep(1)
-    return result
+
+    def between(*pair: Any) -> Any:
+        torch.cuda._sleep(1)
+        result = play(*pair)
+        torch.cuda._sleep(1)
+        return result
+
+    return between
+
+
+def in_turn(ahead: Any, back: Any, closures: RunClosures) -> Any:
+    """A pair without overlap, in the place of `overlap`."""
+    done = run_backward(back, closures)
+    return run_forward(ahead), done
 
 
 MARK, NCCL, PUT, WAIT = "spin_kernel", "ncclDevKernel_SendRecv", "put_signal_kernel", "wait_signal_kernel"

@@ -155,7 +155,7 @@ def shared_job(place: Place, fields: dict[str, Any], num_steps: int, folder: Pat
         return peers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "choose_transport", lambda spec, world: "symmetric: shared memory")
+        patch.setattr(build, "choose_transport", lambda spec, world: build.Transport("symmetric", "shared memory"))
         patch.setattr(build, "open_peers", open_shared)
         return steps_job(place, fields, num_steps)
 
@@ -212,7 +212,7 @@ def test_the_transport_of_a_run_and_why(monkeypatch: pytest.MonkeyPatch) -> None
         spec = spec.model_copy(update={"moe": spec.moe.model_copy(update={"transport": wanted})})
         monkeypatch.setattr(build, "seat", lambda device: None)
         world: Any = Told(seats, kind)
-        return build.choose_transport(spec, world)
+        return ": ".join(build.choose_transport(spec, world))
 
     two, apart = HOST[:2], [HOST[0], HOST[1], HOST[2], replace(HOST[1], host="n1")]  # the second group is on two hosts
     assert chosen("auto", two) == "symmetric: NVLink joins all ranks of each group"

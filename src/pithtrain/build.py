@@ -6,6 +6,7 @@ put together here is passed on as values; nothing keeps a reference to the spec.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +34,17 @@ HEAD = "lm_head.weight"
 COMPILED_GRAPHS = 64  # of all regions of a run: kinds of layers, times two with and without gradients
 
 
+class Transport(NamedTuple):
+    """How tokens reach experts on other ranks, and why so."""
+
+    name: Literal["symmetric", "nccl", "gloo", "none"]
+    why: str
+
+
 @dataclass(frozen=True)
 class Engine:
     """One rank's part of the run. `dtype` is the compute dtype, `layers` are those of its two stages. counts_LE int64:
-    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks.
-    `transport`: how tokens reach experts, and why so."""
+    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks."""
 
     world: World
     zero: Zero
@@ -46,7 +53,7 @@ class Engine:
     dtype: torch.dtype
     layers: tuple[int, ...]
     counts_LE: Tensor
-    transport: str
+    transport: Transport
 
 
 def device_type(spec: RunSpec) -> str:
@@ -81,7 +88,7 @@ def build(spec: RunSpec, world: World) -> Engine:
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
     built = tuple(_build_stage(spec, world, stage, last, layers[stage], zero, counts_LE) for stage in stages)
     transport = choose_transport(spec, world)
-    lanes = open_lanes(spec, world, symmetric=transport.startswith("symmetric"))
+    lanes = open_lanes(spec, world, symmetric=transport.name == "symmetric")
     traffic = Traffic(config.num_experts, *lanes, dedup=spec.moe.dispatch == "dedup")
     training = spec.training
     hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
@@ -91,20 +98,24 @@ def build(spec: RunSpec, world: World) -> Engine:
     return Engine(world, zero, pipeline, adam, dtype, held, counts_LE, transport)
 
 
-def choose_transport(spec: RunSpec, world: World) -> str:
-    """`moe.transport`, resolved alike on all ranks, and why; a collective. Raises CapacityError where it cannot be."""
+def choose_transport(spec: RunSpec, world: World) -> Transport:
+    """`moe.transport`, resolved alike on all ranks; a collective. Raises CapacityError where it cannot be."""
     wanted, mesh = spec.moe.transport, spec.mesh
+    collectives = "nccl" if world.device.type == "cuda" else "gloo"
     if mesh.ep == 1:
-        return "none: no expert is on another rank"
+        return Transport("none", "no expert is on another rank")
+    if wanted == "nccl":
+        return Transport(collectives, "moe.transport says so")
     seats: list[Seat] = world.from_rank_zero(world.to_rank_zero(seat(world.device)))
     groups = [seats[first : first + mesh.ep] for first in range(0, mesh.size, mesh.ep)]  # ep is innermost
     reason = next(filter(None, (why_not(group, nvlink=wanted == "auto") for group in groups)), "")
     if wanted == "symmetric" and reason:
         raise CapacityError(f"moe.transport = 'symmetric': {reason}; use auto or nccl")
-    collectives = "nccl" if world.device.type == "cuda" else "gloo"
-    if wanted == "nccl" or reason:
-        return f"{collectives}: {reason or 'moe.transport says so'}"
-    return f"symmetric: {'NVLink joins' if wanted == 'auto' else 'peer access between'} all ranks of each group"
+    if reason:
+        return Transport(collectives, reason)
+    return Transport(
+        "symmetric", f"{'NVLink joins' if wanted == 'auto' else 'peer access between'} all ranks of each group"
+    )
 
 
 def open_lanes(spec: RunSpec, world: World, symmetric: bool) -> tuple[Lane, Lane]:

@@ -182,7 +182,7 @@ class MoeSection(Strict):
     force_load_balance: bool = _key(False, "tokens go round robin, for speed measurements only: no checkpoints")
     dispatch: Literal["dedup", "plain"] = _key("dedup", "a token travels once per rank; plain: once per expert")
     transport: Literal["auto", "nccl", "symmetric"] = _key(
-        "nccl",
+        "auto",
         "symmetric: copy engines write into the peers' memory, of one host; nccl: collectives (gloo on cpu); auto: "
         "symmetric where NVLink joins all ranks of every expert-parallel group, else nccl",
     )
