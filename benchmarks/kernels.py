@@ -1,7 +1,8 @@
-"""Every Triton kernel of ops/kernels.py beside its plain twin and its ceiling, at the shapes of three models.
+"""Every Triton kernel of ops/ beside its plain twin and its ceiling, at the shapes of three models.
 
     .venv/bin/python benchmarks/kernels.py [--only TEXT] [--json FILE]
     .venv/bin/python benchmarks/kernels.py --tune --only weight        # tile settings of the weight gradient
+    .venv/bin/python benchmarks/kernels.py --tune --only "fp8 grouped"   # and of the experts' 8-bit product
     .venv/bin/python benchmarks/kernels.py --check                     # tiny shapes, results compared, also on a CPU
 
 8,192 tokens (two sequences of 4,096) in bf16 on one GPU, random numbers, random routing. Ceilings are measured in the
@@ -10,6 +11,11 @@ take there. Twins are what plain torch offers: the functions beside the kernels 
 `F.grouped_mm` and an addition, for AdamW torch's fused one and a copy to bf16. torch's own kernels that a step calls
 (grouped GEMMs, cuDNN's attention, and flash's with a window) have rows too; the twin of an attention row is flash's
 without a window for cuDNN, and cuDNN's without a window for flash's with one.
+
+The ceiling of 8-bit products is a row-wise `F.scaled_mm` of 8,192^3. Their rows quantise the activations, by our kernel
+(for experts with the gather, if it is the layer's input), and find the weights quantised; their twin is the same
+product in bf16, of what is gathered already. The twin of a quantiser is plain torch, that of a gated activation our
+two passes.
 
 A time is the median over single calls, each behind a pass that empties the cache and lets the host run ahead. Ends with
 a line for each kernel of ours that does not beat its twin. Exit code 2 without a GPU, unless --check is given.
@@ -42,9 +48,10 @@ if not torch.cuda.is_available():  # before triton is imported
 from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
-from pithtrain.ops import kernels, permute_kernels
+from pithtrain.ops import fp8, fp8_kernels, kernels, permute_kernels
 from pithtrain.ops.attention import CUDNN, FLASH
 from pithtrain.ops.cross_entropy import CHUNK, plain_loss_and_grad
+from pithtrain.ops.fp8 import GROUP, Fp8, Recipe
 from pithtrain.ops.grouped import (
     grouped_linear,
     grouped_linear_dx,
@@ -64,6 +71,10 @@ CANDIDATES = (  # n, k, rows, warps, stages, group; below 114 KB of shared memor
     *(Tiles(128, 128, 32, warps, stages) for warps, stages in ((4, 3), (4, 5), (8, 5))),
     *(Tiles(n, k, 64, 4, stages) for n, k in ((128, 64), (64, 128)) for stages in (3, 4)),
     *(Tiles(n, k, 64, 8, 3) for n, k in ((128, 256), (256, 128))),
+)
+PRODUCT_CANDIDATES = tuple(
+    fp8_kernels.Tiles(*each)
+    for each in ((128, 8, 4), (128, 8, 3), (128, 8, 5), (128, 4, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 8, 4))
 )
 
 
@@ -110,6 +121,7 @@ class Case(NamedTuple):
     num_bytes: float
     flops: float = 0.0
     ours: bool = True
+    eight: bool = False  # against the ceiling of 8-bit products
 
 
 def main() -> None:
@@ -127,15 +139,15 @@ def main() -> None:
         wrong = check(arguments.only, gpu)
         sys.exit(wrong > 0)
     told: dict[str, Any] = {"machine": machine(), "ceilings": measure_ceilings()}
-    flops, copy = told["ceilings"]["matmul_tflops"], told["ceilings"]["copy_tb_s"]
+    ceilings = told["ceilings"]
     print(machine_text(told["machine"]))
-    print(f"ceilings: copy {copy:.2f} TB/s, matmul {flops:.0f} TFLOP/s; clocks {told['ceilings']['clocks'] or '-'}\n")
+    print(f"ceilings: {', '.join(f'{name} {figure}' for name, figure in ceilings.items())}\n")
     told["rows"] = [
-        measure(case, flops, copy) for shape in SHAPES for case in cases(shape, gpu) if arguments.only in case.kernel
+        measure(case, ceilings) for shape in SHAPES for case in cases(shape, gpu) if arguments.only in case.kernel
     ]
     print(table(told["rows"]))
     if arguments.tune:
-        told["tune"] = tune()
+        told["tune"] = tune_product() if "fp8" in arguments.only else tune()
     slower = [row for row in told["rows"] if row["ours"] and row["ms"] >= row["twin_ms"]]
     for row in slower:
         print(f"DOES NOT BEAT ITS TWIN: {row['kernel']} at {row['shape']}: {row['ms']:.3f} >= {row['twin_ms']:.3f} ms")
@@ -172,6 +184,9 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
             yield adamw_case(shape.parameters, shape.name, dtype, moments, device)
     if gpu:
         yield from attention_cases(shape, rand)
+        yield from quantiser_cases(shape, slots, rand)
+        for recipe in ("blockwise", "rowwise"):
+            yield from eight_bit_products(shape, recipe, slots, rand)
 
 
 Rand = Callable[..., Tensor]
@@ -276,6 +291,100 @@ def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: R
             lambda: (plain_grouped_sum(their_sum, 1, dy, None, ends), their_sum)[1],
             dy.nbytes + 2 * my_sum.nbytes,
         )
+
+
+def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
+    """Only on a GPU: the interpreter's conversion to e4m3 drops carries."""
+    rows, width, glu, row_R = len(slots.row_R), shape.width, shape.glu, slots.row_R
+    tokens, gate_up, da = rand(shape.tokens, shape.hidden), rand(rows, 2 * width), rand(rows, width)
+    matrices, weight = rand(shape.experts, 2 * width, shape.hidden), rand(rows, dtype=torch.float32).sigmoid()
+    bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None
+    options = (glu.alpha, glu.limit, glu.offset, bias, slots.expert_R)
+    for recipe in ("blockwise", "rowwise"):
+        group = GROUP[recipe]
+        if group and (width % group or shape.hidden % group):
+            continue
+        yield Case(
+            f"fp8 rows {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.quantize_rows(gate_up, group)[0],
+            lambda group=group: fp8.quantize_rows(gate_up, group),
+            1.5 * gate_up.nbytes,
+        )
+        yield Case(
+            f"fp8 gather {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.quantize_rows(tokens, group, row_R, True),
+            lambda group=group: (fp8.quantize_rows(tokens[row_R], group), tokens[row_R]),
+            tokens.nbytes + 3 * rows * shape.hidden,
+        )
+        yield Case(
+            f"fp8 weight {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.quantize_weight(matrices, group),
+            lambda recipe=recipe: fp8.plain_quantize_weight(matrices, recipe)[1:],
+            2 * matrices.nbytes,
+        )
+        yield Case(
+            f"fp8 glu {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.glu(gate_up, weight, *options, group),
+            lambda group=group: fp8_kernels.quantize_rows(kernels.glu(gate_up, weight, *options), group)[0],
+            2.5 * da.nbytes,
+        )
+
+        def both(group: int = group) -> tuple[Any, ...]:
+            found = kernels.glu_backward(da, gate_up, weight, *options)
+            return *found, fp8_kernels.quantize_rows(found[0], group)[0]
+
+        yield Case(
+            f"fp8 glu_backward {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.glu_backward(da, gate_up, weight, *options, group),
+            both,
+            7 * da.nbytes,
+        )
+
+
+def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -> Iterator[Case]:
+    """Forward and input gradient of the experts and of the query projection; activations quantised in the time."""
+    ends, tokens, row_R = slots.ends_E, rand(shape.tokens, shape.hidden), slots.row_R
+    heads = shape.heads[0] * shape.heads[2]
+    for part, n, k, experts in (
+        *((*each, shape.experts) for each in products_of(shape)),
+        ("q", heads, shape.hidden, 0),
+    ):
+        if recipe == "blockwise" and (n % 128 or k % 128):
+            continue
+        matrices = rand(*([experts] if experts else []), n, k)
+        eight, rows = fp8.quantize_weight(matrices, recipe), len(row_R) if experts else shape.tokens
+        x, dy = (tokens[row_R] if part == "gate_up" else rand(rows, k)), rand(rows, n)
+        moved, flops = x.nbytes + dy.nbytes + matrices.numel(), 2.0 * rows * n * k
+        if experts:
+
+            def forward(x: Tensor = x, eight: Any = eight, gathered: bool = part == "gate_up") -> Tensor:
+                q = fp8.gather(tokens, row_R, recipe, False)[0] if gathered else fp8.quantize(x, recipe)
+                return fp8.grouped_product(q, eight.forward, ends, recipe)
+
+            def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:
+                return fp8.grouped_product(fp8.quantize(dy, recipe), eight.dgrad, ends, recipe)
+
+            twins = (
+                lambda x=x, w=matrices: grouped_linear(x, w, ends),
+                lambda d=dy, w=matrices: grouped_linear_dx(d, w, ends),
+            )
+        else:
+
+            def forward(x: Tensor = x, eight: Any = eight, gathered: bool = False) -> Tensor:
+                return fp8.product(fp8.quantize(x, recipe), eight.forward, recipe)
+
+            def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:
+                return fp8.product(fp8.quantize(dy, recipe), eight.dgrad, recipe)
+
+            twins = (lambda x=x, w=matrices: x @ w.t(), lambda d=dy, w=matrices: d @ w)
+        name = f"fp8 {'grouped' if experts else 'dense'} {part} {recipe}"
+        yield Case(name, shape.name, forward, twins[0], moved, flops, False, True)
+        yield Case(f"{name} dgrad", shape.name, dgrad, twins[1], moved, flops, False, True)
 
 
 def cross_entropy_case(shape: Shape, rand: Rand) -> Case:
@@ -407,21 +516,24 @@ def measure_ceilings() -> dict[str, Any]:
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     asked = ask_clocks()
     multiplied = milliseconds(lambda: a @ b, 100)
-    return {
-        "copy_tb_s": 2 * source.nbytes / copied / 1e9,
-        "matmul_tflops": 2 * 8192**3 / multiplied / 1e9,
-        "clocks": answer(asked),
-    }
+    found = {"copy_tb_s": 2 * source.nbytes / copied / 1e9, "matmul_tflops": 2 * 8192**3 / multiplied / 1e9}
+    if torch.cuda.get_device_capability()[0] >= 9:
+        a8, b8 = fp8.quantize(a, "rowwise"), fp8.quantize(b, "rowwise")
+        multiplied = milliseconds(lambda: fp8.product(a8, b8, "rowwise"), 100)
+    return {**found, "fp8_tflops": 2 * 8192**3 / multiplied / 1e9, "clocks": answer(asked)}
 
 
-def measure(case: Case, flops: float, copy: float) -> dict[str, Any]:
-    """`flops` and `copy`: the ceilings, in TFLOP/s and TB/s."""
+def measure(case: Case, ceilings: dict[str, Any]) -> dict[str, Any]:
+    """`ceilings`: in TFLOP/s and TB/s."""
+    flops, copy = ceilings["fp8_tflops" if case.eight else "matmul_tflops"], ceilings["copy_tb_s"]
     ms = milliseconds(case.run)
     twin_ms = milliseconds(case.twin) if case.twin else None
     ceiling_ms = max(case.num_bytes / copy, case.flops / flops) / 1e9
     row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "ours": case.ours, "ms": ms, "twin_ms": twin_ms}
     row |= {"ceiling_percent": 100 * ceiling_ms / ms, "tb_s": case.num_bytes / ms / 1e9}
-    return row | {"tflops": case.flops / ms / 1e9 if case.flops else None}
+    row |= {"tflops": case.flops / ms / 1e9 if case.flops else None}
+    print(*row.values(), file=sys.stderr, flush=True)  # for whoever stops it before the table
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -441,7 +553,7 @@ def check(only: str, gpu: bool) -> int:
     for case in itertools.chain.from_iterable(cases(shape, gpu) for shape in TINY):
         if only not in case.kernel or not case.ours or case.twin is None:
             continue
-        got, want = case.run(), case.twin()
+        got, want = comparable(case.run()), comparable(case.twin())
         try:
             torch.testing.assert_close(got, want, **({"rtol": 2e-2, "atol": 2e-2} if gpu else {}))
         except AssertionError as error:
@@ -450,6 +562,13 @@ def check(only: str, gpu: bool) -> int:
         else:
             print(f"equal: {case.kernel} at {case.shape}")
     return wrong
+
+
+def comparable(found: Any) -> Any:
+    """8 bits as numbers."""
+    if isinstance(found, Fp8):
+        return found.data.float(), found.scale
+    return [comparable(each) for each in found] if isinstance(found, tuple | list) else found
 
 
 # ---- tiles of the weight gradient ------------------------------------------------------------------------------------
@@ -491,6 +610,36 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
         del dy, x, main
     for ms, tiles in sorted((ms, tiles) for tiles, ms in total.items())[:3]:
         print(f"tiles over all products: {tuple(tiles)} {ms:.3f} ms; now {total[kernels.WEIGHT_GRAD_TILES]:.3f} ms")
+    return found
+
+
+def tune_product(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
+    """The experts' blockwise product alone, forward and input gradient, with every candidate."""
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", list[dict[str, Any]]()
+    for shape in shapes:
+        ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
+        ends = plain_order_slots(ids, ids, shape.experts, shape.tokens * shape.slots).ends_E
+        for part, n, k in products_of(shape):
+            if n % 128 or k % 128:
+                continue
+            rows = shape.tokens * shape.slots
+            both = fp8.quantize_weight(torch.randn(shape.experts, n, k, device=device).bfloat16(), "blockwise")
+            for word, w, width in (("", both.forward, k), (" dgrad", both.dgrad, n)):
+                x, timed = fp8.quantize(torch.randn(rows, width, device=device).bfloat16(), "blockwise"), []
+                for tiles in PRODUCT_CANDIDATES:
+                    try:
+                        ms = milliseconds(lambda: fp8_kernels.grouped_product(x, w, ends, tiles), 7)  # noqa: B023
+                    except Exception as error:  # too much shared memory, say
+                        print(f"{shape.name} {part}{word} {tuple(tiles)}: {str(error).splitlines()[0][:100]}")
+                        ms = float("inf")
+                    timed.append((ms, tiles))
+                    found.append({"shape": shape.name, "part": part + word, "tiles": tiles._asdict(), "ms": ms})
+                best = "; ".join(
+                    f"{tuple(tiles)} {ms:.3f} ms ({2e-9 * rows * n * k / ms:.0f} TFLOP/s)"
+                    for ms, tiles in sorted(timed)[:3]
+                )
+                now = next(ms for ms, tiles in timed if tiles == fp8_kernels.PRODUCT_TILES)
+                print(f"fp8 tiles {shape.name} {part}{word}: {best}; now {now:.3f} ms")
     return found
 
 

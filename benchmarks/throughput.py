@@ -10,7 +10,8 @@ of several in as many processes on this host.
 
 Natural routing is what a run does; with --force-load-balance tokens go round robin, so that figures of two machines or
 versions differ by nothing that a router decided. Quote the word with the number. One rank of eight that share the
-experts of Qwen3, as far as its GEMMs go (16 local experts, eight times the rows each): --set model.num_experts=16.
+experts of Qwen3, as far as its GEMMs go (16 local experts, eight times the rows each): --set model.num_experts=16. In 8
+bits: --set fp8.enabled=true --set fp8.recipe=rowwise; MFU and floor stay against bf16, so that runs compare.
 
     TFLOP/s     model FLOPs per device, causal attention counted exactly, recomputation not
     MFU         the same against the dense bf16 peak
@@ -128,6 +129,7 @@ def about(spec: RunSpec) -> dict[str, Any]:
         "compiled": spec.compile.enabled,
         "recompute": spec.activation_checkpoint.mode,
         "moments": spec.optimizer.moments_dtype,
+        "fp8": spec.fp8.recipe if spec.fp8.enabled else "no",
         "ranks": spec.world_size,
     }
 
@@ -499,10 +501,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [["config", "ranks", "micro-batch", "routing", "compiled", "recompute", "moments", *COLUMNS]]
+    lines = [["config", "ranks", "micro-batch", "routing", "compiled", "recompute", "moments", "fp8", *COLUMNS]]
     for row in rows:
         line = [row["config"], str(row["ranks"]), f"{row['micro_batch']} x {row['accumulation']}", row["routing"]]
-        line += ["yes" if row["compiled"] else "no", row["recompute"], row["moments"]]
+        line += ["yes" if row["compiled"] else "no", row["recompute"], row["moments"], row["fp8"]]
         figures = [(row.get(key), form) for key, form in COLUMNS.values()]
         lines.append(line + ["-" if figure is None else format(figure, form) for figure, form in figures])
     text = align(lines)

@@ -167,6 +167,36 @@ def test_what_part_of_communication_is_hidden(throughput: ModuleType, copies: bo
     assert throughput.hidden([event for event in events if event.stream != lane], 2) is None
 
 
+@pytest.mark.slow
+def test_the_error_of_each_layer_in_8_bits(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line per layer: errors of the size that four bits make, and larger for e4m3 than for nothing."""
+    monkeypatch.setattr(sys, "argv", ["fp8_error", "configs/tiny.yaml", "--steps", "1", *sets(*ALONE)])
+    importlib.import_module("fp8_error").main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1"]
+    for row in rows:
+        forward, away, dgrad, wgrad, worst = map(float, row[1:6])
+        assert 0.01 < forward < 0.15 and 0.01 < dgrad < 0.15 and 0.01 < wgrad < worst < 0.3 and away < 0.01
+        assert row[6].startswith(("self_attn", "mlp"))
+
+
+def test_curves_that_part_are_told_and_drawn(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = {"bf16": 1.0, "near": 1.004, "apart": 1.006}
+    for name, factor in curves.items():
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "loss": factor * (5 - step / 100)} for step in range(1, 101)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench, (base, near, apart) = importlib.import_module("fp8_parity"), (tmp_path / name for name in curves)
+    assert called(bench, monkeypatch, base, near, "--svg", tmp_path / "out.svg") == 0
+    assert "near: last 50 +0.400 %, furthest +0.400 %" in capsys.readouterr().out
+    assert (tmp_path / "out.svg").read_text().count("<polyline") == 2
+    assert called(bench, monkeypatch, base, near, apart) == 1
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_sw
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 kernels = pytest.importorskip("pithtrain.ops.kernels", reason="needs triton")
 permute_kernels = pytest.importorskip("pithtrain.ops.permute_kernels", reason="needs triton")
+fp8_kernels = pytest.importorskip("pithtrain.ops.fp8_kernels", reason="needs triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GLUS = {"silu": SILU, "clamped": Glu(1.702, 0.5, 1.0)}
 SIZES = [(8, 24, 16), (5, 40, 24), (3, 1, 8), (4, 0, 8)]  # experts, rows, width; some experts get none
@@ -49,7 +50,7 @@ def test_every_kernel_compiles_for_hopper_and_blackwell() -> None:
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     compiled = {line.split()[0] for line in ran.stdout.splitlines()}
-    texts = [Path(module.__file__).read_text() for module in (kernels, permute_kernels)]
+    texts = [Path(module.__file__).read_text() for module in (kernels, permute_kernels, fp8_kernels)]
     assert compiled == set(re.findall(r"^ +(_\w+)\[", "\n".join(texts), re.MULTILINE))
 
 

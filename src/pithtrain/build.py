@@ -15,6 +15,7 @@ from pithtrain.errors import CapacityError
 from pithtrain.models.contract import Layer, ModelConfig, load_model
 from pithtrain.ops.attention import require_cudnn
 from pithtrain.ops.dispatch import Lane
+from pithtrain.ops.fp8 import require_device
 from pithtrain.ops.init import normal_
 from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype, call, compiled
 from pithtrain.ops.norm import rms_norm
@@ -76,6 +77,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     dtype = compute_dtype(spec, world.device)
     if dtype == torch.bfloat16:
         require_cudnn(world.device)
+    if spec.fp8.enabled:
+        require_device(spec.fp8.recipe, world.device)
     last = 2 * world.mesh.pp - 1
     stages = (world.pp, last - world.pp)  # the V: phase 0 and phase 1
     layers = partition(config, world.mesh.pp, spec.training.sequence_length)
@@ -84,6 +87,9 @@ def build(spec: RunSpec, world: World) -> Engine:
     tied = EMBEDDING if config.tie_word_embeddings else None
     zero = Zero(table, world, dtype, tied, spec.optimizer.moments_dtype == "bfloat16", spec.training.seed)
     initialise(zero, spec.training.seed)
+    if spec.fp8.enabled:
+        for one in zero.sharded.values():
+            one.weight.recipe = spec.fp8.recipe if one.info.fp8 else None
 
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
     built = tuple(_build_stage(spec, world, stage, last, layers[stage], zero, counts_LE) for stage in stages)

@@ -15,9 +15,9 @@ rank's time leaves few of these states (what is taken is at most ranks x cap, wh
 lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
 
 **Bytes.** What is held from the first step to the last, exactly as `zero` allocates it: whole weights in the compute
-type, whole main gradients, a shard of masters and two moments (these in `optimizer.moments_dtype`). Activations are not
-in it. Where experts may be reached by copy engines, the buffers of that for the worst case beside it (`exchange_rows`,
-`ops/symmetric`).
+type, with `fp8.enabled` 2 bytes a parameter more for a weight's 8-bit forms, whole main gradients, a shard of masters
+and two moments (these in `optimizer.moments_dtype`). Activations are not in it. Where experts may be reached by copy
+engines, the buffers of that for the worst case beside it (`exchange_rows`, `ops/symmetric`).
 """
 
 import functools
@@ -247,6 +247,7 @@ def plan(spec: RunSpec) -> Plan:
         held[rank] += size
         trained = parameter.trained  # else neither main gradient nor moments
         weights[rank] += padded * (wide if parameter.fp32 else narrow)
+        weights[rank] += 2 * size * (spec.fp8.enabled and parameter.fp8)
         gradients[rank] += padded * wide * trained
         optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
     cut = [stages[rank] + stages[-1 - rank] for rank in range(mesh.pp)]
