@@ -141,36 +141,41 @@ MESHES = [
     (pp, dp, ep) for pp, dp, ep in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8)) if pp * dp * ep in SIZES
 ]
 TABLE = [
-    (mesh, transport, dispatch, dtype)
+    (mesh, transport, dispatch, numbers)
     for mesh in MESHES
     for transport in (("nccl", "symmetric") if mesh[2] > 1 else ("auto",))
-    for dtype in ("float32", "bfloat16")
-    for dispatch in (("dedup", "plain") if mesh[2] > 1 and dtype == "float32" else ("dedup",))
+    for numbers in ("float32", "bfloat16", "rowwise")
+    for dispatch in (("dedup", "plain") if mesh[2] > 1 and numbers == "float32" else ("dedup",))
 ]
 
 
-@functools.cache
-def one_gpu(dtype: str) -> Ran:
-    changes = on("cuda", dtype)
+def for_all(numbers: str, **sections: Any) -> dict[str, Any]:
+    """`numbers`: a compute dtype, or a recipe of 8 bits."""
+    eight = {} if numbers.startswith(("float", "bfloat")) else {"fp8": {"enabled": True, "recipe": numbers}}
+    changes = on("cuda", "bfloat16" if eight else numbers, **eight, **sections)
     changes["training"] |= BATCH_FOR_ALL
-    return alone(changes)
+    return changes
+
+
+@functools.cache
+def one_gpu(numbers: str) -> Ran:
+    return alone(for_all(numbers))
 
 
 @needs_two
 @pytest.mark.parametrize(
-    ("mesh", "transport", "dispatch", "dtype"),
+    ("mesh", "transport", "dispatch", "numbers"),
     TABLE,
     ids=["pp{}dp{}ep{}-{}-{}-{}".format(*mesh, *rest) for mesh, *rest in TABLE],
 )
 def test_several_gpus_equal_one(
-    pool: Pool, mesh: tuple[int, int, int], transport: str, dispatch: str, dtype: str
+    pool: Pool, mesh: tuple[int, int, int], transport: str, dispatch: str, numbers: str
 ) -> None:
-    """In fp32 with the bounds of the CPU tests; in bf16 as near as bf16 is to fp32 on one GPU."""
-    want = one_gpu(dtype)
-    changes = on("cuda", dtype, moe={"dispatch": dispatch, "transport": transport})
-    changes["training"] |= BATCH_FOR_ALL
+    """In fp32 with the bounds of the CPU tests; in bf16 and in 8 bits as near as bf16 is to fp32 on one GPU."""
+    want = one_gpu(numbers)
+    changes = for_all(numbers, moe={"dispatch": dispatch, "transport": transport})
     got = run_mesh(pool, make_spec(*mesh, **changes), 3)
-    exact = dtype == "float32"
+    exact = numbers == "float32"
     if exact:
         np.testing.assert_array_equal(got.counts, want.counts)
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5 if exact else 2e-3)
