@@ -23,9 +23,11 @@ bits: --set fp8.enabled=true --set fp8.recipe=rowwise; MFU and floor stay agains
     host ms     --profile: until `train_step` returns, from a drained device; a full launch queue is waited for in it
     hidden      --profile, ep > 1: share of expert communication during which kernels of the model ran, within
                 overlapped pairs; the least of all ranks. Communication: NCCL's send-receive kernels, which wait for
-                the peer too and, with pp > 1, carry activations as well; or copies into peers' memory
+                the peer too and, with pp > 1, carry activations as well; or copies into peers' memory. What NCCL's
+                kernels take from those of the model is not in it: compare --no-overlap
     exposed     --profile, ep > 1: ms per step, within pairs, of expert communication and of waiting for its signals
-                without a kernel beside it; the most of all ranks
+                without a kernel beside it; the most of all ranks. Both of the profiled step with the least: a
+                profiler slows the host, and a late host shows as a transfer beside nothing
     transport   of expert traffic: moe.transport, resolved
 
 A dash: the figure needs a GPU, --profile, or an H200. Exit code 1 if a spec could not be measured, 2 if one is wrong.
@@ -65,7 +67,7 @@ from pithtrain.worker import prepare_environment
 from pithtrain.world import Place, World, connect
 
 WARM_UP = 3  # the first compiles, the second fills the allocator's pool
-PROFILED = 2  # the host is ahead of the device in the second
+PROFILED = 4  # the host is ahead of the device from the second on
 
 # measured on one H200, torch 2.11, bf16: TFLOP/s of matmuls, TB/s of a copy; by architecture TFLOP/s of grouped GEMMs
 # (gate_up and down, mean over the three products) and of attention, forward and backward (2.5 times its FLOPs)
@@ -322,9 +324,9 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
     told = {"host_ms": 1e3 * statistics.median(host), **digest(events, PROFILED)}
     if world.mesh.ep > 1:
         ranks = [each for each in world.to_rank_zero(hidden(events, PROFILED)) if each]
-        if ranks:
-            told["hidden_percent"] = min(share for share, _ in ranks)
-            told["exposed_ms"] = max(ms for _, ms in ranks)
+        if ranks:  # the worst rank of each step, then the best step
+            worst = [(max(ms for _, ms in step), min(share for share, _ in step)) for step in zip(*ranks, strict=True)]
+            told["exposed_ms"], told["hidden_percent"] = min(worst)
     return told
 
 
@@ -350,9 +352,9 @@ MARK, NCCL, PUT, WAIT = "spin_kernel", "ncclDevKernel_SendRecv", "put_signal_ker
 Spans = list[tuple[int, int]]  # from, to; in order, apart from each other
 
 
-def hidden(events: Sequence[Event], steps: int) -> tuple[float, float] | None:
-    """(percent of expert communication beside which kernels of the model ran, exposed ms per step), in pairs alone;
-    None where there was none. Copies are communication on a stream that also sends signals."""
+def hidden(events: Sequence[Event], steps: int) -> list[tuple[float, float]]:
+    """Of each step: (percent of expert communication beside which kernels of the model ran, exposed ms), in pairs
+    alone; [] where there was none. Copies are communication on a stream that also sends signals."""
     ran = [event for event in events if event.device]
     marks = sorted((event.start, event.start + event.length) for event in ran if MARK in event.name)
     pairs = [(begin[1], end[0]) for begin, end in zip(marks[::2], marks[1::2], strict=False)]
@@ -361,17 +363,21 @@ def hidden(events: Sequence[Event], steps: int) -> tuple[float, float] | None:
     moving = [*copies, *(event for event in ran if NCCL in event.name)]
     waits = [event for event in ran if WAIT in event.name]
     no_model = ("Memcpy", "Memset", "nccl")
-    model = [
-        event
-        for event in ran
-        if not event.name.startswith(no_model) and not any(mark in event.name for mark in (MARK, PUT, WAIT))
-    ]
-    in_pairs = both(merged(pairs), spans(moving))
-    if not in_pairs:
-        return None
-    covered = length(both(in_pairs, spans(model)))
-    busy = both(merged(pairs), spans([*moving, *waits]))
-    return 100 * covered / length(in_pairs), (length(busy) - length(both(busy, spans(model)))) / 1e6 / steps
+    model = spans(
+        [
+            event
+            for event in ran
+            if not event.name.startswith(no_model) and not any(mark in event.name for mark in (MARK, PUT, WAIT))
+        ]
+    )
+    found: list[tuple[float, float]] = []
+    for step in range(steps):
+        within = pairs[step * len(pairs) // steps : (step + 1) * len(pairs) // steps]
+        moved, busy = both(within, spans(moving)), both(within, spans([*moving, *waits]))
+        if moved:
+            share = 100 * length(both(moved, model)) / length(moved)
+            found.append((share, (length(busy) - length(both(busy, model))) / 1e6))
+    return found
 
 
 def spans(events: Sequence[Event]) -> Spans:
