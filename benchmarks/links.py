@@ -9,7 +9,7 @@ relative error, so that small and large messages count alike. `pithtrain plan` u
 
     all_to_all    equal parts for all, over NCCL
     p2p           one grouped batch: send to the next rank, receive from the one before
-    copy_engine   what moe.transport: symmetric does: copies into the peers' memory, signals, waits; if it can be
+    copy_engine   expert traffic by moe.transport symmetric: copies into the peers' memory, signals, waits; if it can be
 
 On GPUs the time is the device's, of one message in a row that was queued before it began, as a step does; a CPU's is
 its clock's.
@@ -36,7 +36,7 @@ from pithtrain.worker import prepare_environment
 from pithtrain.world import Place, World, connect
 
 REPEATS, WARM_UP = 20, 3
-ROW, AHEAD = 10, 20_000_000  # messages in a row; clock cycles, 10 ms
+QUEUED, AHEAD = 10, 20_000_000  # messages in a row; clock cycles, 10 ms
 
 
 def main() -> None:
@@ -132,13 +132,14 @@ def ring(world: World, size: int) -> Callable[[], object]:
 def median(world: World, act: Callable[[], object]) -> float:
     """Seconds of one, after warm-up, the slowest rank's in each round."""
     took: list[float] = []
+    once = on_device if world.device.type == "cuda" else on_host
     for _ in range(WARM_UP + REPEATS):
-        once = on_device if world.device.type == "cuda" else on_host
         took.append(world.max(round(1e9 * once(world, act)))()[0] / 1e9)
     return statistics.median(took[WARM_UP:])
 
 
 def on_host(world: World, act: Callable[[], object]) -> float:
+    """Seconds by the clock."""
     world.barrier()
     begin = time.perf_counter()
     act()
@@ -146,17 +147,19 @@ def on_host(world: World, act: Callable[[], object]) -> float:
 
 
 def on_device(world: World, act: Callable[[], object]) -> float:
+    """Seconds of one of QUEUED messages in a row. The device sleeps until the host has queued them all; the first,
+    which is not timed, ends when every rank is there."""
     torch.cuda.synchronize()
     world.barrier()
-    torch.cuda._sleep(AHEAD)  # the host queues all meanwhile
-    act()  # behind which all ranks are at one place
+    torch.cuda._sleep(AHEAD)
+    act()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(ROW):
+    for _ in range(QUEUED):
         act()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / ROW
+    return begin.elapsed_time(end) / 1e3 / QUEUED
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +100,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     told = {"machine": machine(), "set": overrides, "rows": rows}
     for config, spec in zip(arguments.configs, specs, strict=True):
-        row: dict[str, Any] = {"config": config.stem, **about(spec)}
+        row: dict[str, Any] = {
+            "config": config.stem,
+            **about(spec),
+            "pairs": "in turn" if arguments.no_overlap else "overlap",
+        }
         try:
             row |= measure_here(spec, arguments.steps, arguments.profile, not arguments.no_overlap)
         except Exception as error:  # the others may fit
@@ -160,7 +165,6 @@ def one_rank(rank: int, fields: dict[str, Any], folder: str, steps: int, profile
 
 def measure(spec: RunSpec, place: Place, steps: int, profiled: bool, overlapped: bool) -> dict[str, Any]:
     """Build, warm up, time, look. Every rank of the spec calls it; rank 0's answer counts."""
-    pipeline.overlap = overlap if overlapped else in_turn
     training, config = spec.training, spec.model.config
     gpu = device_type(spec) == "cuda"
     if gpu:
@@ -168,7 +172,8 @@ def measure(spec: RunSpec, place: Place, steps: int, profiled: bool, overlapped:
         torch.cuda.reset_peak_memory_stats(place.local_rank)
         if (held := torch.cuda.memory_allocated(place.local_rank)) > 2**30:
             raise RuntimeError(f"{held / 2**30:.1f} GiB of the spec before are still held: measure this one alone")
-    with connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
+    played = playing(overlap if overlapped else in_turn)
+    with played, connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
         begin = time.perf_counter()
         engine = build(spec, world)
         generator = torch.Generator(world.device).manual_seed(training.seed + world.data_rank)
@@ -304,16 +309,11 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
         step()
         host.append(time.perf_counter() - begin)
     drain(world)
-    plain = pipeline.overlap
-    if world.mesh.ep > 1:
-        pipeline.overlap = marked(plain)
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-            for _ in range(PROFILED):
-                step()
-            drain(world)
-    finally:
-        pipeline.overlap = plain
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+    with playing(marked(pipeline.overlap) if world.mesh.ep > 1 else pipeline.overlap), profiler:
+        for _ in range(PROFILED):
+            step()
+        drain(world)
     found = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     cuda = torch.autograd.DeviceType.CUDA
     events = [
@@ -328,6 +328,16 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
             worst = [(max(ms for _, ms in step), min(share for share, _ in step)) for step in zip(*ranks, strict=True)]
             told["exposed_ms"], told["hidden_percent"] = min(worst)
     return told
+
+
+@contextmanager
+def playing(play: Callable[..., Any]) -> Iterator[None]:
+    """Pairs are played by `play`."""
+    plain, pipeline.overlap = pipeline.overlap, play
+    try:
+        yield
+    finally:
+        pipeline.overlap = plain
 
 
 def marked(play: Callable[..., Any]) -> Callable[..., Any]:
@@ -507,10 +517,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [["config", "ranks", "micro-batch", "routing", "compiled", "recompute", "moments", "fp8", *COLUMNS]]
+    lines = [
+        ["config", "ranks", "micro-batch", "routing", "compiled", "recompute", "moments", "fp8", "pairs", *COLUMNS]
+    ]
     for row in rows:
         line = [row["config"], str(row["ranks"]), f"{row['micro_batch']} x {row['accumulation']}", row["routing"]]
-        line += ["yes" if row["compiled"] else "no", row["recompute"], row["moments"], row["fp8"]]
+        line += ["yes" if row["compiled"] else "no", row["recompute"], row["moments"], row["fp8"], row["pairs"]]
         figures = [(row.get(key), form) for key, form in COLUMNS.values()]
         lines.append(line + ["-" if figure is None else format(figure, form) for figure, form in figures])
     text = align(lines)

@@ -87,11 +87,25 @@ def test_throughput_prints_one_table_and_the_same_as_json(
 def test_throughput_of_several_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = sets(*ALONE[:1], "slurm.gpus_per_node=2", "training.global_batch_size=4", *ALONE[4:])
-    command = [sys.executable, "benchmarks/throughput.py", "configs/tiny.yaml", *words, "--steps", "2", "--json", out]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["ranks"] == 2 and row["accumulation"] == 2 and row["tokens_per_second"] > 0
+    losses: list[float] = []
+    for flags, pairs in ([], "overlap"), (["--no-overlap"], "in turn"):
+        command = [
+            sys.executable,
+            "benchmarks/throughput.py",
+            "configs/tiny.yaml",
+            *words,
+            "--steps",
+            "2",
+            "--json",
+            out,
+        ]
+        done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr
+        (row,) = json.loads(out.read_text())["rows"]
+        assert row["ranks"] == 2 and row["accumulation"] == 2 and row["tokens_per_second"] > 0
+        assert row["pairs"] == pairs and f"  {pairs}  " in done.stdout
+        losses.append(row["loss"])
+    assert losses[0] == losses[1], "who runs when changes no number"
 
 
 def test_throughput_refuses_what_it_cannot_measure(

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pithtrain.errors import CapacityError
+from pithtrain.errors import CapacityError, RunFailed
 from pithtrain.models.contract import Layer, ModelConfig, load_model
 from pithtrain.ops.attention import require_cudnn
 from pithtrain.ops.dispatch import Lane
@@ -93,8 +93,7 @@ def build(spec: RunSpec, world: World) -> Engine:
 
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
     built = tuple(_build_stage(spec, world, stage, last, layers[stage], zero, counts_LE) for stage in stages)
-    transport = choose_transport(spec, world)
-    lanes = open_lanes(spec, world, symmetric=transport.name == "symmetric")
+    transport, lanes = open_lanes(spec, world)
     traffic = Traffic(config.num_experts, *lanes, dedup=spec.moe.dispatch == "dedup")
     training = spec.training
     hidden = (training.micro_batch_size, training.sequence_length, config.hidden_size)
@@ -105,9 +104,10 @@ def build(spec: RunSpec, world: World) -> Engine:
 
 
 def choose_transport(spec: RunSpec, world: World) -> Transport:
-    """`moe.transport`, resolved alike on all ranks; a collective. Raises CapacityError where it cannot be."""
+    """`moe.transport`, resolved alike on all ranks; a collective for auto and symmetric. Raises CapacityError where it
+    cannot be."""
     wanted, mesh = spec.moe.transport, spec.mesh
-    collectives = "nccl" if world.device.type == "cuda" else "gloo"
+    collectives = _collectives(world)
     if mesh.ep == 1:
         return Transport("none", "no expert is on another rank")
     if wanted == "nccl":
@@ -119,17 +119,29 @@ def choose_transport(spec: RunSpec, world: World) -> Transport:
         raise CapacityError(f"moe.transport = 'symmetric': {reason}; use auto or nccl")
     if reason:
         return Transport(collectives, reason)
-    return Transport(
-        "symmetric", f"{'NVLink joins' if wanted == 'auto' else 'peer access between'} all ranks of each group"
-    )
+    joined = "NVLink joins" if wanted == "auto" else "peer access between"
+    return Transport("symmetric", f"{joined} all ranks of each group")
 
 
-def open_lanes(spec: RunSpec, world: World, symmetric: bool) -> tuple[Lane, Lane]:
-    """The forward and the backward lane of expert traffic."""
-    group, forward, backward = world.ep_fwd_group, None, None
-    if symmetric and group is not None:
-        forward, backward = open_peers(group, world.device, *exchange_rows(spec))
-    return Lane(group, world.device, forward), Lane(world.ep_bwd_group, world.device, backward)
+def _collectives(world: World) -> Literal["nccl", "gloo"]:
+    return "nccl" if world.device.type == "cuda" else "gloo"
+
+
+def open_lanes(spec: RunSpec, world: World) -> tuple[Transport, tuple[Lane, Lane]]:
+    """How expert traffic goes, its forward and its backward lane. Memory that peers cannot map after all (a private
+    /tmp, a container for each rank) is an error where it was asked for, and NCCL under auto, on all ranks alike."""
+    transport, group, forward, backward = choose_transport(spec, world), world.ep_fwd_group, None, None
+    if transport.name == "symmetric" and group is not None:
+        failed = ""
+        try:
+            forward, backward = open_peers(group, world.device, *exchange_rows(spec))
+        except RunFailed as error:
+            if spec.moe.transport == "symmetric":
+                raise
+            failed = str(error)
+        if why := next(filter(None, world.from_rank_zero(world.to_rank_zero(failed))), ""):
+            transport, forward, backward = Transport(_collectives(world), why), None, None
+    return transport, (Lane(group, world.device, forward), Lane(world.ep_bwd_group, world.device, backward))
 
 
 def initialise(zero: Zero, seed: int) -> None:

@@ -184,7 +184,7 @@ class MoeSection(Strict):
     transport: Literal["auto", "nccl", "symmetric"] = _key(
         "auto",
         "symmetric: copy engines write into the peers' memory, of one host; nccl: collectives (gloo on cpu); auto: "
-        "symmetric where NVLink joins all ranks of every expert-parallel group, else nccl",
+        "symmetric where NVLink joins all ranks of every expert-parallel group and memory can be mapped, else nccl",
     )
 
 
@@ -322,7 +322,7 @@ class LinksSection(Strict):
 
     all_to_all: Link | None = _key(None, "the collective of expert traffic; bytes to other ranks")
     p2p: Link | None = _key(None, "a pipeline's messages, both ways at once")
-    copy_engine: Link | None = _key(None, "expert traffic with moe.transport: symmetric")
+    copy_engine: Link | None = _key(None, "expert traffic where moe.transport is, or resolves to, symmetric")
 
 
 class SlurmSection(Strict):

@@ -146,7 +146,6 @@ def forward(
         lanes = traffic.forward, traffic.backward
         exchange = open_exchange(routing.ids_TK, w, traffic.num_experts, *lanes, traffic.dedup)
         exchange.launch_counts()
-        del w
         shared = None if layer.shared is None else Segment(layer.shared, n, keep=keep)
         yield  # META in flight
         exchange.wait_counts()

@@ -124,7 +124,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         events.rewind(position.step)
         events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
         if spec.mesh.ep > 1:
-            events.event("transport", of="expert traffic", **engine.transport._asdict())
+            events.event("transport", of="expert traffic", used=engine.transport.name, why=engine.transport.why)
         decayed, kept = (
             sorted({re.sub(r"\.\d+\.", ".*.", p.name) for p in spec.model.config.parameters() if p.decay == decays})
             for decays in (True, False)

@@ -10,23 +10,24 @@ indices only, so its transposes need nothing saved. Each transfer is *launched* 
 *finished* where its result is used; what runs between hides it. The one host synchronisation of a layer is
 `wait_counts`. With expert-parallel size 1 (`LocalExchange`) the same calls move nothing.
 
-What it costs where ep > 1, per layer and micro-batch: an all-gather of counts, six all-to-alls (rows and records;
-combine; combine'; drows and dweights) and one host wait. Each is launched on every rank, also for zero rows. They are
+What it costs where ep > 1, per layer and micro-batch: seven all-to-alls (all ranks' counts; rows and records; combine;
+combine'; drows and dweights) and one host wait. Each is launched on every rank, also for zero rows. They are
 collectives (NCCL, gloo) or, inside an NVLink domain, copies into the peers' memory (`ops/symmetric`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pithtrain.ops.experts import Received
 from pithtrain.ops.permute import gather_rows, ordered_sum, plan_rows, unpack
-from pithtrain.ops.symmetric import Blocks, Peers, places
+from pithtrain.ops.symmetric import Blocks, Peers
 
 ROUND_ROWS = 1024  # of a buffer on CUDA: the caching allocator meets few sizes, and does not fragment
 
@@ -64,7 +65,7 @@ class Lane:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, peers: Peers | None = None):
         self.group, self.peers = group, peers
-        self.size = 1 if group is None else group.size()
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         on_cuda = group is not None and device.type == "cuda"
         # before the partner's next blocks: its kernels are small, and others wait for them
         self._stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
@@ -88,14 +89,10 @@ class Lane:
             yield
 
     def tell(self, counts_G2: Tensor) -> Tensor:
-        """All counts to all: [G, G, 2] int32, what each rank has for each, from the [G, 2] that we have."""
-        assert self.group is not None
-        if self.peers is not None:
-            return self.peers.tell(counts_G2)
-        told = counts_G2.new_empty(self.size * self.size, 2)
-        work = dist.all_gather_into_tensor(told, counts_G2, group=self.group, async_op=True)
-        assert work is not None
-        work.wait()
+        """All counts to all: [G, G, 2] int32, what each rank has for each, from the [G, 2] that we have. Where there
+        are peers it is lent until the lane's next launch."""
+        blocks = Blocks([self.size] * self.size, [self.size] * self.size, [self.rank * self.size] * self.size)
+        [told] = self.exchange([counts_G2.repeat(self.size, 1)], blocks).finish()
         return told.view(self.size, self.size, 2)
 
     def exchange(self, tensors: Sequence[Tensor], blocks: Blocks) -> Transfer:
@@ -132,6 +129,27 @@ class Lane:
         return Transfer(arriving, tensors, wait, lent=True)
 
 
+class Places(NamedTuple):
+    """Of an exchange: the blocks of the way out and of the way home, the slots that arrive, and the most rows that each
+    rank receives on either way."""
+
+    out: Blocks
+    home: Blocks
+    slots: int
+    most: list[int]
+
+
+def places(counts_GG2: np.ndarray[Any, Any], rank: int) -> Places:
+    """From the (rows, slots) that every rank has for every other. The host's part: a few sums of G^2 numbers."""
+    rows_GG = counts_GG2[:, :, 0]
+    sent, received = rows_GG[rank].tolist(), rows_GG[:, rank].tolist()
+    out = rows_GG[:rank].sum(0)  # rows for each rank of the ranks before this one
+    home = rows_GG[:, :rank].sum(1)  # the same of the transpose
+    most = np.maximum(rows_GG.sum(0), rows_GG.sum(1))
+    slots = int(counts_GG2[:, rank, 1].sum())
+    return Places(Blocks(sent, received, out.tolist()), Blocks(received, sent, home.tolist()), slots, most.tolist())
+
+
 class Edge(Protocol):
     """What the tape needs of an exchange. Shapes: T tokens, H hidden, K experts per token, U received rows, q slots.
     `keep`: whether received rows are read after the next launch of their direction."""
@@ -160,8 +178,7 @@ class LocalExchange:
     """Expert-parallel size 1: the rows are the tokens, nothing is copied or sent."""
 
     def __init__(self, ids_TK: Tensor, w_TK: Tensor):
-        self._routing: tuple[Tensor, ...] = (ids_TK, w_TK)
-        self._held: tuple[Tensor, ...] = ()
+        self._held: tuple[Tensor, ...] = (ids_TK, w_TK)
 
     def launch_counts(self) -> None:
         pass
@@ -170,11 +187,10 @@ class LocalExchange:
         pass
 
     def launch_dispatch(self, n_TH: Tensor) -> None:
-        self._held = (n_TH,)
+        self._held = (n_TH, *self._held)
 
     def received(self, keep: bool = True) -> Received:
-        [n_TH] = self._take()
-        (ids_TK, w_TK), self._routing = self._routing, ()
+        n_TH, ids_TK, w_TK = self._take()
         return Received(n_TH, ids_TK, w_TK, ids_TK.numel())
 
     def launch_combine(self, out_UH: Tensor) -> None:
@@ -207,7 +223,9 @@ class Exchange:
 
     def __init__(self, ids_TK: Tensor, w_TK: Tensor, experts_per_rank: int, forward: Lane, backward: Lane, dedup: bool):
         self._forward, self._backward = forward, backward
-        self._rows = plan_rows(ids_TK, w_TK, forward.size, experts_per_rank, dedup)
+        rows = plan_rows(ids_TK, w_TK, forward.size, experts_per_rank, dedup)
+        self._counts, self._records, self._token = rows.counts_G2, rows.records_Ur, rows.token_U
+        self._row_TK, self._col_TK, self._row_TGC = rows.row_TK, rows.col_TK, rows.row_TGC
         self._weight_dtype = w_TK.dtype
         self._ready = forward.mark()
         self._flight: Transfer | None = None
@@ -216,40 +234,41 @@ class Exchange:
         """All ranks' (rows, slots) for all; then one copy to pinned host memory behind one event."""
         lane = self._forward
         with lane.after(self._ready):
-            told = lane.tell(self._rows.counts_G2)
+            self._told = told = lane.tell(self._counts)
             if told.is_cuda:
                 self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
                 self._told.copy_(told, non_blocking=True)
                 self._copied = torch.cuda.current_stream().record_event()
-            else:
-                self._told = told
+        del self._counts
 
     def wait_counts(self) -> None:
         """The layer's only host synchronisation: how many rows and slots go and come."""
-        if self._rows.token_U.is_cuda:
+        lane = self._forward
+        if self._token.is_cuda:
             self._copied.synchronize()
-        assert self._forward.group is not None
-        self._out, self._home, self._num_slots, most = places(self._told.numpy(), self._forward.group.rank())
-        if self._forward.peers is not None:
-            self._forward.peers.require_room(most)
-        self.rows_sent = sum(self._out.sent)
-        self._token = self._rows.token_U[: self.rows_sent]
+        self._places = places(self._told.numpy(), lane.rank)
+        if lane.peers is not None:
+            lane.peers.require_room(self._places.most)
+        self.rows_sent = sum(self._places.out.sent)
+        self._token = self._token[: self.rows_sent]
+        del self._told
 
     def launch_dispatch(self, n_TH: Tensor) -> None:
         """n [T, H] in compute dtype, whose producer came before this exchange was made."""
         lane = self._forward
         with lane.after(self._ready):
-            rows = gather_rows(n_TH, self._token)
-            self._flight = lane.exchange([rows, self._rows.records_Ur[: self.rows_sent]], self._out)
+            tensors = [gather_rows(n_TH, self._token), self._records[: self.rows_sent]]
+            self._flight = lane.exchange(tensors, self._places.out)
+        del self._records  # which the transfer keeps while it needs them: an edge keeps indices only
 
     def received(self, keep: bool = True) -> Received:
         rows, records = self._land(keep)
-        return Received(rows, *unpack(records, self._weight_dtype), self._num_slots)
+        return Received(rows, *unpack(records, self._weight_dtype), self._places.slots)
 
     def launch_combine(self, out_UH: Tensor) -> None:
         lane = self._forward
         with lane.after(lane.mark()):
-            self._flight = lane.exchange([out_UH], self._home)
+            self._flight = lane.exchange([out_UH], self._places.home)
 
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
         [rows] = self._land()
@@ -258,7 +277,7 @@ class Exchange:
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         lane = self._backward
         with lane.after(lane.mark()):
-            self._flight = lane.exchange([gather_rows(dh_TH, self._token)], self._out)
+            self._flight = lane.exchange([gather_rows(dh_TH, self._token)], self._places.out)
 
     def received_t(self, keep: bool = True) -> Tensor:
         [rows] = self._land(keep)
@@ -267,12 +286,12 @@ class Exchange:
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None:
         lane = self._backward
         with lane.after(lane.mark()):
-            self._flight = lane.exchange([drows_UH, dw_Uq], self._home)
+            self._flight = lane.exchange([drows_UH, dw_Uq], self._places.home)
 
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (dn [T, H] in compute dtype, dw [T, K] fp32)."""
         drows, dw_Uq = self._land()
-        dw_TK = dw_Uq[self._rows.row_TK, self._rows.col_TK]
+        dw_TK = dw_Uq[self._row_TK, self._col_TK]
         return self._sum_over_ranks(drows, dn_TH), dw_TK
 
     def _land(self, keep: bool = False) -> list[Tensor]:
@@ -284,7 +303,7 @@ class Exchange:
 
     def _sum_over_ranks(self, rows_UH: Tensor, *plus: Tensor | None) -> Tensor:
         """Per rank the copies in order, then over ranks in order: the same for dedup and plain dispatch."""
-        return ordered_sum(rows_UH, self._rows.row_TGC, plus=[term for term in plus if term is not None])
+        return ordered_sum(rows_UH, self._row_TGC, plus=[term for term in plus if term is not None])
 
 
 def _plus(rows_TH: Tensor, *plus: Tensor | None) -> Tensor:

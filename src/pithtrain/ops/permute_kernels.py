@@ -6,7 +6,7 @@ Both sort by a small key, a rank or an expert, and keep the order of what is equ
     scan    along the blocks of a key                             what the blocks before hold
     place   keys before + blocks before + entries before in the block
 
-Integers alone, no atomics: exactly what the twins in `permute` give, on a device of any compute dtype.
+Integers alone, no atomics: exactly what the twins in `permute` give, in any compute dtype.
 
 Legend: T tokens, K experts per token, G ranks, U rows, q slots of a row, R slots, N entries, E experts.
 """
@@ -104,7 +104,7 @@ def _place_rows(
             sent = here & (c < rows)
             tl.store(row_TGC + (t64 * G + g) * C + c, tl.where(sent, first + c, -1), mask=here)
             tl.store(token + first + c, t64, mask=sent)
-        if DEDUP:  # what no slot of a row fills
+        if DEDUP:  # what no slot of a row fills: id -1, and a weight that nobody reads but that is defined
             empty = (here & (rows > 0))[:, None] & (q[None, :] >= slots[:, None]) & (q[None, :] < Q)
             at = records + first[:, None] * (2 * Q) + q[None, :]
             tl.store(at, tl.full([B, QP], -1, tl.int32), mask=empty)
@@ -120,12 +120,14 @@ def _place_rows(
     tl.store(row_TK + place, row, mask=there)
     tl.store(col_TK + place, col, mask=there)
     w = tl.load(weights + place, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    tl.store(records + row * (2 * Q) + col, (id % EACH).to(tl.int32), mask=there)
-    tl.store(records + row * (2 * Q) + Q + col, w, mask=there)
+    fits = there & (col < Q)  # ids are distinct; if they were not, this would write over the next row
+    tl.store(records + row * (2 * Q) + col, (id % EACH).to(tl.int32), mask=fits)
+    tl.store(records + row * (2 * Q) + Q + col, w, mask=fits)
 
 
 def plan_rows(ids_TK: Tensor, w_TK: Tensor, num_ranks: int, experts_per_rank: int, dedup: bool) -> Rows:
     """`permute.plain_plan_rows` of fp32 weights."""
+    ids_TK, w_TK = ids_TK.contiguous(), w_TK.contiguous()
     tokens, k = ids_TK.shape
     per_row, copies = record_slots(k, experts_per_rank, dedup), 1 if dedup else min(k, experts_per_rank)
     max_rows = tokens * (min(k, num_ranks) if dedup else k)
@@ -137,7 +139,6 @@ def plan_rows(ids_TK: Tensor, w_TK: Tensor, num_ranks: int, experts_per_rank: in
     counts = ids_TK.new_empty(2 * num_ranks, blocks, dtype=torch.int32)
     totals = ids_TK.new_empty(2 * num_ranks, dtype=torch.int32)
     sizes = k, triton.next_power_of_2(k), experts_per_rank, dedup
-    ids_TK, w_TK = ids_TK.contiguous(), w_TK.contiguous()
     _count_rows[(blocks,)](ids_TK, counts, tokens, num_ranks, blocks, *sizes, TOKENS)
     _scan[(2 * num_ranks,)](counts, totals, blocks, SCANNED)
     _place_rows[(blocks,)](
@@ -159,7 +160,8 @@ def _count_slots(local, counts, stride, N, blocks, Q: constexpr, E: constexpr, E
     tl.store(counts + e * blocks + block, tl.sum((key[:, None] == e[None, :]).to(tl.int32), 0), mask=e < E)
 
 
-@triton.jit(do_not_specialize=["N", "blocks"])
+# an empty tensor begins at 0, which divides by 16, where the weights of records may not
+@triton.jit(do_not_specialize=["N", "blocks"], do_not_specialize_on_alignment=["weights"])
 def _place_slots(
     local,
     weights,
@@ -172,7 +174,6 @@ def _place_slots(
     slot,
     ends,
     stride,
-    weight_stride,
     N,
     blocks,
     Q: constexpr,
@@ -181,7 +182,7 @@ def _place_slots(
     B: constexpr,
 ):
     block = tl.program_id(0)
-    n, other = block * B + tl.arange(0, B), block * B + tl.arange(0, B)
+    n = block * B + tl.arange(0, B)
     row, col = (n // Q).to(tl.int64), n % Q
     key = tl.load(local + row * stride + col, mask=n < N, other=-1).to(tl.int32)
     e = tl.arange(0, EP)
@@ -190,19 +191,18 @@ def _place_slots(
         tl.store(ends + e, tl.cumsum(total, 0), mask=e < E)
     before = tl.sum(tl.where(e[None, :] < key[:, None], total[None, :], 0), 1)
     before += tl.load(counts + key * blocks + block, mask=key >= 0, other=0)
-    others = tl.load(local + (other // Q).to(tl.int64) * stride + other % Q, mask=other < N, other=-1).to(tl.int32)
-    earlier = (others[None, :] == key[:, None]) & (other[None, :] < n[:, None])
+    earlier = (key[None, :] == key[:, None]) & (n[None, :] < n[:, None])
     place = (before + tl.sum(earlier.to(tl.int32), 1)).to(tl.int64)
     real = key >= 0
     tl.store(slot + n, tl.where(real, place, -1), mask=n < N)
     tl.store(row_R + place, row, mask=real)
     tl.store(expert_R + place, key.to(tl.int64), mask=real)
     tl.store(record_R + place, n.to(tl.int64), mask=real)
-    tl.store(weight_R + place, tl.load(weights + row * weight_stride + col, mask=real), mask=real)
+    tl.store(weight_R + place, tl.load(weights + row * stride + col, mask=real), mask=real)
 
 
 def order_slots(local_Uq: Tensor, weights_Uq: Tensor, num_experts: int, num_slots: int) -> Slots:
-    """`permute.plain_order_slots`; the columns of both are dense."""
+    """`permute.plain_order_slots`. Ids and weights that lie alike, two parts of the same records, are read in place."""
     rows, per_row = local_Uq.shape
     entries = rows * per_row
     blocks = max(triton.cdiv(entries, ENTRIES), 1)
@@ -213,11 +213,13 @@ def order_slots(local_Uq: Tensor, weights_Uq: Tensor, num_experts: int, num_slot
     counts = local_Uq.new_empty(num_experts, blocks, dtype=torch.int32)
     totals, ends_E = (local_Uq.new_empty(num_experts, dtype=torch.int32) for _ in range(2))
     sizes = per_row, num_experts, triton.next_power_of_2(num_experts), ENTRIES
-    assert per_row == 1 or local_Uq.stride(1) == weights_Uq.stride(1) == 1, "columns of a row lie side by side"
+    if local_Uq.stride() != weights_Uq.stride() or local_Uq.stride(1) != 1:
+        local_Uq, weights_Uq = local_Uq.contiguous(), weights_Uq.contiguous()
+    assert entries < 2**31 - ENTRIES, f"{entries} slots of one exchange do not fit a 32-bit index"
     _count_slots[(blocks,)](local_Uq, counts, local_Uq.stride(0), entries, blocks, *sizes)
     _scan[(num_experts,)](counts, totals, blocks, SCANNED)
     _place_slots[(blocks,)](
         *(local_Uq, weights_Uq, counts, totals, row_R, expert_R, weight_R, record_R, slot_U1q, ends_E),
-        *(local_Uq.stride(0), weights_Uq.stride(0), entries, blocks, *sizes),
+        *(local_Uq.stride(0), entries, blocks, *sizes),
     )
     return Slots(row_R, expert_R, weight_R, record_R, slot_U1q, ends_E)

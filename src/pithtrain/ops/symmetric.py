@@ -44,9 +44,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -71,18 +70,6 @@ class Signals(Protocol):
 
     def put_signal(self, dst_rank: int, channel: int) -> None: ...
     def wait_signal(self, src_rank: int, channel: int) -> None: ...
-
-
-def places(counts_GG2: np.ndarray[Any, Any], rank: int) -> tuple[Blocks, Blocks, int, list[int]]:
-    """What the host needs of the (rows, slots) that every rank has for every other: the blocks of the way out and of
-    the way home, the slots that arrive, and the most rows that each rank receives on either way."""
-    rows_GG = counts_GG2[:, :, 0]
-    sent, received = rows_GG[rank].tolist(), rows_GG[:, rank].tolist()
-    out = rows_GG[:rank].sum(0)  # rows for each rank of the ranks before this one
-    home = rows_GG[:, :rank].sum(1)  # the same of the transpose
-    most = np.maximum(rows_GG.sum(0), rows_GG.sum(1))
-    slots = int(counts_GG2[:, rank, 1].sum())
-    return Blocks(sent, received, out.tolist()), Blocks(received, sent, home.tolist()), slots, most.tolist()
 
 
 def regions(capacity: int, row_bytes: Sequence[int]) -> list[int]:
@@ -142,14 +129,6 @@ class Peers:
         """The current stream waits for every peer's signal."""
         for peer in self._others:
             self._signals.wait_signal(peer, channel)
-
-    def tell(self, counts_G2: Tensor) -> Tensor:
-        """[G, G, 2], the counts of all ranks, in place; all on the current stream."""
-        ranks = len(self._sets)
-        equal = [ranks] * ranks
-        [counts], channel = self.put([counts_G2.repeat(ranks, 1)], Blocks(equal, equal, [self._rank * ranks] * ranks))
-        self.wait(channel)
-        return counts.view(ranks, ranks, 2)
 
 
 def open_peers(
