@@ -4,6 +4,8 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,6 +108,43 @@ def test_throughput_of_several_ranks(tmp_path: Path) -> None:
         assert row["pairs"] == pairs and f"  {pairs}  " in done.stdout
         losses.append(row["loss"])
     assert losses[0] == losses[1], "who runs when changes no number"
+
+
+def test_a_figure_is_the_median_after_the_warm_up(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, played, step = tmp_path / "out.json", 0, throughput.train_step
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal played
+        played += 1
+        return step(*arguments)
+
+    def times(step: Callable[[], object], steps: int, world: Any) -> list[float]:
+        assert (played, steps) == (throughput.WARM_UP, 3) and played > 1
+        return [1.0, 9.0, 2.0]
+
+    monkeypatch.setattr(throughput, "train_step", counted)
+    monkeypatch.setattr(throughput, "timed", times)
+    words = ["configs/tiny.yaml", *sets(*ALONE), "--steps", 3, "--json", out]
+    assert called(throughput, monkeypatch, *words) == 0
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["step_ms"] == 2000 and row["step_ms_range"] == [1000, 9000]
+    broken = torch.tensor(float("nan"))
+    monkeypatch.setattr(throughput, "train_step", lambda *arguments: replace(step(*arguments), norm=broken))
+    monkeypatch.setattr(throughput, "timed", lambda *_: [1.0])
+    assert called(throughput, monkeypatch, *words) == 1
+    [row] = json.loads(out.read_text())["rows"]
+    assert "norm" in row["error"], "a step that trains nothing is no measurement"
+
+
+def test_the_floor_counts_the_bytes_of_the_moments(throughput: ModuleType) -> None:
+    config = Path("configs/qwen3-30b-a3b-6layer-1gpu.yaml")
+    wide, narrow = (
+        throughput.floor_ms(load(config, [f"optimizer.moments_dtype={kind}"])) for kind in ("float32", "bfloat16")
+    )
+    assert wide["optimizer"] / narrow["optimizer"] == pytest.approx(30 / 22)
+    assert {**wide, "optimizer": 0} == {**narrow, "optimizer": 0}
 
 
 def test_throughput_refuses_what_it_cannot_measure(

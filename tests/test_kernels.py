@@ -248,6 +248,8 @@ def test_moments_are_rounded_to_bf16_as_by_the_twin(first: int, update: int) -> 
     is not finite goes through; a skipped update writes nothing."""
     grad = torch.randn(2500, device=DEVICE) * torch.logspace(-15, 15, 2500, device=DEVICE)
     grad[::500] = torch.tensor([0.0, float("inf"), -float("inf"), float("nan"), 1.0], device=DEVICE)
+    # NaNs that a carry would turn into numbers
+    grad[1:4] = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32).to(DEVICE)
     keys = rounding_keys(update, "w")
     step, one, zero = (torch.tensor(float(x), device=DEVICE) for x in (update, 1, 0))
 
