@@ -1,7 +1,8 @@
-"""Every Triton kernel of ops/kernels.py beside its plain twin and its ceiling, at the shapes of three models.
+"""Every Triton kernel of ops/ beside its plain twin and its ceiling, at the shapes of three models.
 
     .venv/bin/python benchmarks/kernels.py [--only TEXT] [--json FILE]
     .venv/bin/python benchmarks/kernels.py --tune --only weight        # tile settings of the weight gradient
+    .venv/bin/python benchmarks/kernels.py --tune --only "fp8 grouped"   # and of the experts' 8-bit product
     .venv/bin/python benchmarks/kernels.py --check                     # tiny shapes, results compared, also on a CPU
 
 8,192 tokens (two sequences of 4,096) in bf16 on one GPU, random numbers, random routing. Ceilings are measured in the
@@ -14,6 +15,11 @@ without a window for cuDNN, and cuDNN's without a window for flash's with one.
 `--only long`: attention over 32,768 tokens as the engine plays it. Whole; one rank of a ring of four, with blocks from
 memory, whose TFLOP/s are to be 85 % of those of the whole; eight documents of 4,096, to be 4 times as fast as their
 twin, which for all three is the whole.
+
+The ceiling of 8-bit products is a row-wise `F.scaled_mm` of 8,192^3. Their rows quantise the activations, by our kernel
+(for experts with the gather, if it is the layer's input), and find the weights quantised; their twin is the same
+product in bf16, of what is gathered already. The twin of a quantiser is plain torch, that of a gated activation our
+two passes.
 
 A time is the median over single calls, each behind a pass that empties the cache and lets the host run ahead. Ends with
 a line for each kernel of ours that does not beat its twin. Exit code 2 without a GPU, unless --check is given.
@@ -46,9 +52,10 @@ if not torch.cuda.is_available():  # before triton is imported
 from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
-from pithtrain.ops import kernels
+from pithtrain.ops import fp8, fp8_kernels, kernels, permute_kernels
 from pithtrain.ops.attention import CUDNN, FLASH, Sight, merge
 from pithtrain.ops.cross_entropy import CHUNK, plain_loss_and_grad
+from pithtrain.ops.fp8 import GROUP, Fp8, Recipe
 from pithtrain.ops.grouped import (
     grouped_linear,
     grouped_linear_dx,
@@ -58,7 +65,7 @@ from pithtrain.ops.grouped import (
 from pithtrain.ops.kernels import Tiles
 from pithtrain.ops.linear import Linears
 from pithtrain.ops.parts import Part
-from pithtrain.ops.permute import SlotBias, Slots, order_slots, plain_ordered_sum
+from pithtrain.ops.permute import Rows, SlotBias, Slots, plain_order_slots, plain_ordered_sum, plain_plan_rows
 from pithtrain.ops.ring import Attention, Core
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
@@ -70,6 +77,10 @@ CANDIDATES = (  # n, k, rows, warps, stages, group; below 114 KB of shared memor
     *(Tiles(128, 128, 32, warps, stages) for warps, stages in ((4, 3), (4, 5), (8, 5))),
     *(Tiles(n, k, 64, 4, stages) for n, k in ((128, 64), (64, 128)) for stages in (3, 4)),
     *(Tiles(n, k, 64, 8, 3) for n, k in ((128, 256), (256, 128))),
+)
+PRODUCT_CANDIDATES = tuple(
+    fp8_kernels.Tiles(*each)
+    for each in ((128, 8, 4), (128, 8, 3), (128, 8, 5), (128, 4, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 8, 4))
 )
 
 
@@ -119,6 +130,7 @@ class Case(NamedTuple):
     num_bytes: float
     flops: float = 0.0
     ours: bool = True
+    eight: bool = False  # against the ceiling of 8-bit products
 
 
 def main() -> None:
@@ -136,15 +148,15 @@ def main() -> None:
         wrong = check(arguments.only, gpu)
         sys.exit(wrong > 0)
     told: dict[str, Any] = {"machine": machine(), "ceilings": measure_ceilings()}
-    flops, copy = told["ceilings"]["matmul_tflops"], told["ceilings"]["copy_tb_s"]
+    ceilings = told["ceilings"]
     print(machine_text(told["machine"]))
-    print(f"ceilings: copy {copy:.2f} TB/s, matmul {flops:.0f} TFLOP/s; clocks {told['ceilings']['clocks'] or '-'}\n")
+    print(f"ceilings: {', '.join(f'{name} {figure}' for name, figure in ceilings.items())}\n")
     told["rows"] = [
-        measure(case, flops, copy) for shape in SHAPES for case in cases(shape, gpu) if arguments.only in case.kernel
+        measure(case, ceilings) for shape in SHAPES for case in cases(shape, gpu) if arguments.only in case.kernel
     ]
     print(table(told["rows"]))
     if arguments.tune:
-        told["tune"] = tune()
+        told["tune"] = tune_product() if "fp8" in arguments.only else tune()
     slower = [row for row in told["rows"] if row["ours"] and row["ms"] >= row["twin_ms"]]
     for row in slower:
         print(f"DOES NOT BEAT ITS TWIN: {row['kernel']} at {row['shape']}: {row['ms']:.3f} >= {row['twin_ms']:.3f} ms")
@@ -167,7 +179,9 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
         return torch.randn(*sizes, dtype=dtype, device=device)
 
     ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-    slots = order_slots(ids, shape.experts, shape.tokens * shape.slots)
+    weights = torch.rand(ids.shape, device=device)
+    yield from index_cases(shape, ids, weights)
+    slots = plain_order_slots(ids, weights, shape.experts, shape.tokens * shape.slots)
     yield from slot_cases(shape, slots, rand)
     if gpu:
         yield router_case(shape, rand)
@@ -183,6 +197,9 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     if gpu:
         yield from attention_cases(shape, rand)
         yield from long_cases(shape, rand, LONG)
+        yield from quantiser_cases(shape, slots, rand)
+        for recipe in ("blockwise", "rowwise"):
+            yield from eight_bit_products(shape, recipe, slots, rand)
 
 
 Rand = Callable[..., Tensor]
@@ -199,6 +216,26 @@ def router_case(shape: Shape, rand: Rand) -> Case:
         x.nbytes + w.nbytes + 4.0 * shape.tokens * shape.experts,
         6.0 * shape.tokens * shape.experts * shape.hidden,
     )
+
+
+def index_cases(shape: Shape, ids: Tensor, weights: Tensor) -> Iterator[Case]:
+    """What goes where: as if half of the experts were on another rank, and the order of all slots on one."""
+
+    def rows(plan: Callable[..., Rows]) -> tuple[Tensor, ...]:
+        planned = plan(ids, weights, 2, shape.experts // 2, True)
+        return planned.row_TK, planned.col_TK, planned.row_TGC, planned.counts_G2
+
+    def slots(order: Callable[..., Slots]) -> tuple[Tensor, ...]:
+        return tuple(vars(order(ids, weights, shape.experts, ids.numel())).values())
+
+    made = sum(
+        part.nbytes for part in (*vars(plain_plan_rows(ids, weights, 2, shape.experts // 2, True)).values(), ids)
+    )
+    kernel, twin = permute_kernels.plan_rows, plain_plan_rows
+    yield Case("plan_rows", shape.name, lambda: rows(kernel), lambda: rows(twin), made + weights.nbytes)
+    order, plain = permute_kernels.order_slots, plain_order_slots
+    moved = 5 * ids.nbytes + 2 * weights.nbytes
+    yield Case("order_slots", shape.name, lambda: slots(order), lambda: slots(plain), moved)
 
 
 def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
@@ -267,6 +304,100 @@ def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: R
             lambda: (plain_grouped_sum(their_sum, 1, dy, None, ends), their_sum)[1],
             dy.nbytes + 2 * my_sum.nbytes,
         )
+
+
+def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
+    """Only on a GPU: the interpreter's conversion to e4m3 drops carries."""
+    rows, width, glu, row_R = len(slots.row_R), shape.width, shape.glu, slots.row_R
+    tokens, gate_up, da = rand(shape.tokens, shape.hidden), rand(rows, 2 * width), rand(rows, width)
+    matrices, weight = rand(shape.experts, 2 * width, shape.hidden), rand(rows, dtype=torch.float32).sigmoid()
+    bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None
+    options = (glu.alpha, glu.limit, glu.offset, bias, slots.expert_R)
+    for recipe in ("blockwise", "rowwise"):
+        group = GROUP[recipe]
+        if group and (width % group or shape.hidden % group):
+            continue
+        yield Case(
+            f"fp8 rows {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.quantize_rows(gate_up, group)[0],
+            lambda group=group: fp8.quantize_rows(gate_up, group),
+            1.5 * gate_up.nbytes,
+        )
+        yield Case(
+            f"fp8 gather {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.quantize_rows(tokens, group, row_R, True),
+            lambda group=group: (fp8.quantize_rows(tokens[row_R], group), tokens[row_R]),
+            tokens.nbytes + 3 * rows * shape.hidden,
+        )
+        yield Case(
+            f"fp8 weight {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.quantize_weight(matrices, group),
+            lambda recipe=recipe: fp8.plain_quantize_weight(matrices, recipe)[1:],
+            2 * matrices.nbytes,
+        )
+        yield Case(
+            f"fp8 glu {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.glu(gate_up, weight, *options, group),
+            lambda group=group: fp8_kernels.quantize_rows(kernels.glu(gate_up, weight, *options), group)[0],
+            2.5 * da.nbytes,
+        )
+
+        def both(group: int = group) -> tuple[Any, ...]:
+            found = kernels.glu_backward(da, gate_up, weight, *options)
+            return *found, fp8_kernels.quantize_rows(found[0], group)[0]
+
+        yield Case(
+            f"fp8 glu_backward {recipe}",
+            shape.name,
+            lambda group=group: fp8_kernels.glu_backward(da, gate_up, weight, *options, group),
+            both,
+            7 * da.nbytes,
+        )
+
+
+def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -> Iterator[Case]:
+    """Forward and input gradient of the experts and of the query projection; activations quantised in the time."""
+    ends, tokens, row_R = slots.ends_E, rand(shape.tokens, shape.hidden), slots.row_R
+    heads = shape.heads[0] * shape.heads[2]
+    for part, n, k, experts in (
+        *((*each, shape.experts) for each in products_of(shape)),
+        ("q", heads, shape.hidden, 0),
+    ):
+        if recipe == "blockwise" and (n % 128 or k % 128):
+            continue
+        matrices = rand(*([experts] if experts else []), n, k)
+        eight, rows = fp8.quantize_weight(matrices, recipe), len(row_R) if experts else shape.tokens
+        x, dy = (tokens[row_R] if part == "gate_up" else rand(rows, k)), rand(rows, n)
+        moved, flops = x.nbytes + dy.nbytes + matrices.numel(), 2.0 * rows * n * k
+        if experts:
+
+            def forward(x: Tensor = x, eight: Any = eight, gathered: bool = part == "gate_up") -> Tensor:
+                q = fp8.gather(tokens, row_R, recipe, False)[0] if gathered else fp8.quantize(x, recipe)
+                return fp8.grouped_product(q, eight.forward, ends, recipe)
+
+            def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:
+                return fp8.grouped_product(fp8.quantize(dy, recipe), eight.dgrad, ends, recipe)
+
+            twins = (
+                lambda x=x, w=matrices: grouped_linear(x, w, ends),
+                lambda d=dy, w=matrices: grouped_linear_dx(d, w, ends),
+            )
+        else:
+
+            def forward(x: Tensor = x, eight: Any = eight, gathered: bool = False) -> Tensor:
+                return fp8.product(fp8.quantize(x, recipe), eight.forward, recipe)
+
+            def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:
+                return fp8.product(fp8.quantize(dy, recipe), eight.dgrad, recipe)
+
+            twins = (lambda x=x, w=matrices: x @ w.t(), lambda d=dy, w=matrices: d @ w)
+        name = f"fp8 {'grouped' if experts else 'dense'} {part} {recipe}"
+        yield Case(name, shape.name, forward, twins[0], moved, flops, False, True)
+        yield Case(f"{name} dgrad", shape.name, dgrad, twins[1], moved, flops, False, True)
 
 
 def cross_entropy_case(shape: Shape, rand: Rand) -> Case:
@@ -480,21 +611,24 @@ def measure_ceilings() -> dict[str, Any]:
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     asked = ask_clocks()
     multiplied = milliseconds(lambda: a @ b, 100)
-    return {
-        "copy_tb_s": 2 * source.nbytes / copied / 1e9,
-        "matmul_tflops": 2 * 8192**3 / multiplied / 1e9,
-        "clocks": answer(asked),
-    }
+    found = {"copy_tb_s": 2 * source.nbytes / copied / 1e9, "matmul_tflops": 2 * 8192**3 / multiplied / 1e9}
+    if torch.cuda.get_device_capability()[0] >= 9:
+        a8, b8 = fp8.quantize(a, "rowwise"), fp8.quantize(b, "rowwise")
+        multiplied = milliseconds(lambda: fp8.product(a8, b8, "rowwise"), 100)
+    return {**found, "fp8_tflops": 2 * 8192**3 / multiplied / 1e9, "clocks": answer(asked)}
 
 
-def measure(case: Case, flops: float, copy: float) -> dict[str, Any]:
-    """`flops` and `copy`: the ceilings, in TFLOP/s and TB/s."""
+def measure(case: Case, ceilings: dict[str, Any]) -> dict[str, Any]:
+    """`ceilings`: in TFLOP/s and TB/s."""
+    flops, copy = ceilings["fp8_tflops" if case.eight else "matmul_tflops"], ceilings["copy_tb_s"]
     ms = milliseconds(case.run)
     twin_ms = milliseconds(case.twin) if case.twin else None
     ceiling_ms = max(case.num_bytes / copy, case.flops / flops) / 1e9
     row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "ours": case.ours, "ms": ms, "twin_ms": twin_ms}
     row |= {"ceiling_percent": 100 * ceiling_ms / ms, "tb_s": case.num_bytes / ms / 1e9}
-    return row | {"tflops": case.flops / ms / 1e9 if case.flops else None}
+    row |= {"tflops": case.flops / ms / 1e9 if case.flops else None}
+    print(*row.values(), file=sys.stderr, flush=True)  # for whoever stops it before the table
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -514,7 +648,7 @@ def check(only: str, gpu: bool) -> int:
     for case in itertools.chain.from_iterable(cases(shape, gpu) for shape in TINY):
         if only not in case.kernel or not case.ours or case.twin is None:
             continue
-        got, want = case.run(), case.twin()
+        got, want = comparable(case.run()), comparable(case.twin())
         try:
             torch.testing.assert_close(got, want, **({"rtol": 2e-2, "atol": 2e-2} if gpu else {}))
         except AssertionError as error:
@@ -523,6 +657,13 @@ def check(only: str, gpu: bool) -> int:
         else:
             print(f"equal: {case.kernel} at {case.shape}")
     return wrong
+
+
+def comparable(found: Any) -> Any:
+    """8 bits as numbers."""
+    if isinstance(found, Fp8):
+        return found.data.float(), found.scale
+    return [comparable(each) for each in found] if isinstance(found, tuple | list) else found
 
 
 # ---- tiles of the weight gradient ------------------------------------------------------------------------------------
@@ -543,7 +684,7 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
     for shape, part, n, k in products:
         rows = shape.tokens * shape.slots
         ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-        ends = order_slots(ids, shape.experts, rows).ends_E
+        ends = plain_order_slots(ids, ids, shape.experts, rows).ends_E
         dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (n, k))
         main = torch.zeros(shape.experts, n, k, device=device)
         timed: list[tuple[float, Tiles]] = []
@@ -564,6 +705,36 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
         del dy, x, main
     for ms, tiles in sorted((ms, tiles) for tiles, ms in total.items())[:3]:
         print(f"tiles over all products: {tuple(tiles)} {ms:.3f} ms; now {total[kernels.WEIGHT_GRAD_TILES]:.3f} ms")
+    return found
+
+
+def tune_product(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
+    """The experts' blockwise product alone, forward and input gradient, with every candidate."""
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", list[dict[str, Any]]()
+    for shape in shapes:
+        ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
+        ends = plain_order_slots(ids, ids, shape.experts, shape.tokens * shape.slots).ends_E
+        for part, n, k in products_of(shape):
+            if n % 128 or k % 128:
+                continue
+            rows = shape.tokens * shape.slots
+            both = fp8.quantize_weight(torch.randn(shape.experts, n, k, device=device).bfloat16(), "blockwise")
+            for word, w, width in (("", both.forward, k), (" dgrad", both.dgrad, n)):
+                x, timed = fp8.quantize(torch.randn(rows, width, device=device).bfloat16(), "blockwise"), []
+                for tiles in PRODUCT_CANDIDATES:
+                    try:
+                        ms = milliseconds(lambda: fp8_kernels.grouped_product(x, w, ends, tiles), 7)  # noqa: B023
+                    except Exception as error:  # too much shared memory, say
+                        print(f"{shape.name} {part}{word} {tuple(tiles)}: {str(error).splitlines()[0][:100]}")
+                        ms = float("inf")
+                    timed.append((ms, tiles))
+                    found.append({"shape": shape.name, "part": part + word, "tiles": tiles._asdict(), "ms": ms})
+                best = "; ".join(
+                    f"{tuple(tiles)} {ms:.3f} ms ({2e-9 * rows * n * k / ms:.0f} TFLOP/s)"
+                    for ms, tiles in sorted(timed)[:3]
+                )
+                now = next(ms for ms, tiles in timed if tiles == fp8_kernels.PRODUCT_TILES)
+                print(f"fp8 tiles {shape.name} {part}{word}: {best}; now {now:.3f} ms")
     return found
 
 

@@ -9,9 +9,10 @@ relative error, so that small and large messages count alike. `pithtrain plan` u
 
     all_to_all    equal parts for all, over NCCL
     p2p           one grouped batch: send to the next rank, receive from the one before
-    copy_engine   what moe.transport: symmetric does: copies into the peers' memory, signals, waits; if it can be
+    copy_engine   expert traffic by moe.transport symmetric: copies into the peers' memory, signals, waits; if it can be
 
-Times are of a host that queues, waits and looks at its clock; a step that keeps its queue full sees less latency.
+On GPUs the time is the device's, of one message in a row that was queued before it began, as a step does; a CPU's is
+its clock's.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from pithtrain.worker import prepare_environment
 from pithtrain.world import Place, World, connect
 
 REPEATS, WARM_UP = 20, 3
+QUEUED, AHEAD = 10, 20_000_000  # messages in a row; clock cycles, 10 ms
 
 
 def main() -> None:
@@ -130,16 +132,34 @@ def ring(world: World, size: int) -> Callable[[], object]:
 def median(world: World, act: Callable[[], object]) -> float:
     """Seconds of one, after warm-up, the slowest rank's in each round."""
     took: list[float] = []
+    once = on_device if world.device.type == "cuda" else on_host
     for _ in range(WARM_UP + REPEATS):
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        world.barrier()
-        begin = time.perf_counter()
-        act()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        took.append(world.max(round(1e9 * (time.perf_counter() - begin)))()[0] / 1e9)
+        took.append(world.max(round(1e9 * once(world, act)))()[0] / 1e9)
     return statistics.median(took[WARM_UP:])
+
+
+def on_host(world: World, act: Callable[[], object]) -> float:
+    """Seconds by the clock."""
+    world.barrier()
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def on_device(world: World, act: Callable[[], object]) -> float:
+    """Seconds of one of QUEUED messages in a row. The device sleeps until the host has queued them all; the first,
+    which is not timed, ends when every rank is there."""
+    torch.cuda.synchronize()
+    world.barrier()
+    torch.cuda._sleep(AHEAD)
+    act()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(QUEUED):
+        act()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / QUEUED
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ of several in as many processes on this host.
 
 Natural routing is what a run does; with --force-load-balance tokens go round robin, so that figures of two machines or
 versions differ by nothing that a router decided. Quote the word with the number. One rank of eight that share the
-experts of Qwen3, as far as its GEMMs go (16 local experts, eight times the rows each): --set model.num_experts=16.
+experts of Qwen3, as far as its GEMMs go (16 local experts, eight times the rows each): --set model.num_experts=16. In 8
+bits: --set fp8.enabled=true --set fp8.recipe=rowwise; MFU and floor stay against bf16, so that runs compare.
 
     TFLOP/s     model FLOPs per device, causal attention counted exactly, recomputation not
     MFU         the same against the dense bf16 peak
@@ -22,9 +23,11 @@ experts of Qwen3, as far as its GEMMs go (16 local experts, eight times the rows
     host ms     --profile: until `train_step` returns, from a drained device; a full launch queue is waited for in it
     hidden      --profile, ep > 1: share of expert communication during which kernels of the model ran, within
                 overlapped pairs; the least of all ranks. Communication: NCCL's send-receive kernels, which wait for
-                the peer too and, with pp > 1, carry activations as well; or copies into peers' memory
+                the peer too and, with pp > 1, carry activations as well; or copies into peers' memory. What NCCL's
+                kernels take from those of the model is not in it: compare --no-overlap
     exposed     --profile, ep > 1: ms per step, within pairs, of expert communication and of waiting for its signals
-                without a kernel beside it; the most of all ranks
+                without a kernel beside it; the most of all ranks. Both of the profiled step with the least: a
+                profiler slows the host, and a late host shows as a transfer beside nothing
     transport   of expert traffic: moe.transport, resolved
 
 A dash: the figure needs a GPU, --profile, or an H200. Exit code 1 if a spec could not be measured, 2 if one is wrong.
@@ -44,7 +47,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,13 +62,13 @@ from pithtrain.errors import PithtrainError
 from pithtrain.models.contract import flops_per_token, head_flops
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict, load
-from pithtrain.tape import overlap
+from pithtrain.tape import RunClosures, overlap, run_backward, run_forward
 from pithtrain.train import BF16_PEAK_FLOPS, StepResult, train_step
 from pithtrain.worker import prepare_environment
 from pithtrain.world import Place, World, connect
 
 WARM_UP = 3  # the first compiles, the second fills the allocator's pool
-PROFILED = 2  # the host is ahead of the device in the second
+PROFILED = 4  # the host is ahead of the device from the second on
 
 # measured on one H200, torch 2.11, bf16: TFLOP/s of matmuls, TB/s of a copy; by architecture TFLOP/s of grouped GEMMs
 # (gate_up and down, mean over the three products) and of attention, forward and backward (2.5 times its FLOPs)
@@ -80,6 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up (default 10)")
     parser.add_argument("--force-load-balance", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-overlap", action="store_true", help="pairs play their backward, then their forward")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.steps < 1:
@@ -96,9 +101,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     told = {"machine": machine(), "set": overrides, "rows": rows}
     for config, spec in zip(arguments.configs, specs, strict=True):
-        row: dict[str, Any] = {"config": config.stem, **about(spec)}
+        row: dict[str, Any] = {
+            "config": config.stem,
+            **about(spec),
+            "pairs": "in turn" if arguments.no_overlap else "overlap",
+        }
         try:
-            row |= measure_here(spec, arguments.steps, arguments.profile)
+            row |= measure_here(spec, arguments.steps, arguments.profile, not arguments.no_overlap)
         except Exception as error:  # the others may fit
             traceback.print_exc()
             row |= {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -128,41 +137,44 @@ def about(spec: RunSpec) -> dict[str, Any]:
         "compiled": spec.compile.enabled,
         "recompute": spec.activation_checkpoint.mode,
         "moments": spec.optimizer.moments_dtype,
+        "fp8": spec.fp8.recipe if spec.fp8.enabled else "no",
         "ranks": spec.world_size,
     }
 
 
-def measure_here(spec: RunSpec, steps: int, profiled: bool) -> dict[str, Any]:
+def measure_here(spec: RunSpec, steps: int, profiled: bool, overlapped: bool) -> dict[str, Any]:
     """The figures of a spec; the device is empty again afterwards."""
     if spec.world_size == 1:
         try:
-            return measure(spec, Place(0, 1, 0, "", 1), steps, profiled)
+            return measure(spec, Place(0, 1, 0, "", 1), steps, profiled, overlapped)
         finally:
             if spec.compile.enabled:
                 torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as name:
         seat = {"RANK": "0", "WORLD_SIZE": str(spec.world_size), **os.environ}
         os.environ.update(prepare_environment(seat))
-        mp.spawn(one_rank, (spec.model_dump(mode="json"), name, steps, profiled), spec.world_size)
+        mp.spawn(one_rank, (spec.model_dump(mode="json"), name, steps, profiled, overlapped), spec.world_size)
         return json.loads((Path(name) / "row.json").read_text())
 
 
-def one_rank(rank: int, fields: dict[str, Any], folder: str, steps: int, profiled: bool) -> None:
+def one_rank(rank: int, fields: dict[str, Any], folder: str, steps: int, profiled: bool, overlapped: bool) -> None:
     spec = from_dict(fields)
-    row = measure(spec, Place(rank, spec.world_size, rank, f"file://{folder}/store", 1), steps, profiled)
+    row = measure(spec, Place(rank, spec.world_size, rank, f"file://{folder}/store", 1), steps, profiled, overlapped)
     if rank == 0:
         (Path(folder) / "row.json").write_text(json.dumps(row))
 
 
-def measure(spec: RunSpec, place: Place, steps: int, profiled: bool) -> dict[str, Any]:
+def measure(spec: RunSpec, place: Place, steps: int, profiled: bool, overlapped: bool) -> dict[str, Any]:
     """Build, warm up, time, look. Every rank of the spec calls it; rank 0's answer counts."""
     training, config = spec.training, spec.model.config
     gpu = device_type(spec) == "cuda"
     if gpu:
+        torch.cuda.init()  # which a process of several has not done yet
         torch.cuda.reset_peak_memory_stats(place.local_rank)
         if (held := torch.cuda.memory_allocated(place.local_rank)) > 2**30:
             raise RuntimeError(f"{held / 2**30:.1f} GiB of the spec before are still held: measure this one alone")
-    with connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
+    played = playing(overlap if overlapped else in_turn)
+    with played, connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
         begin = time.perf_counter()
         engine = build(spec, world)
         generator = torch.Generator(world.device).manual_seed(training.seed + world.data_rank)
@@ -211,7 +223,7 @@ def measure(spec: RunSpec, place: Place, steps: int, profiled: bool) -> dict[str
         "clocks": clocks,
         "warm_up_s": warm_up_s,
         "loss": loss,
-        "transport": engine.transport.split(":")[0],
+        "transport": engine.transport.name,
     }
     return row | seen
 
@@ -298,16 +310,11 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
         step()
         host.append(time.perf_counter() - begin)
     drain(world)
-    plain = pipeline.overlap
-    if world.mesh.ep > 1:
-        pipeline.overlap = marked
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-            for _ in range(PROFILED):
-                step()
-            drain(world)
-    finally:
-        pipeline.overlap = plain
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+    with playing(marked(pipeline.overlap) if world.mesh.ep > 1 else pipeline.overlap), profiler:
+        for _ in range(PROFILED):
+            step()
+        drain(world)
     found = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     cuda = torch.autograd.DeviceType.CUDA
     events = [
@@ -318,27 +325,47 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
     told = {"host_ms": 1e3 * statistics.median(host), **digest(events, PROFILED)}
     if world.mesh.ep > 1:
         ranks = [each for each in world.to_rank_zero(hidden(events, PROFILED)) if each]
-        if ranks:
-            told["hidden_percent"] = min(share for share, _ in ranks)
-            told["exposed_ms"] = max(ms for _, ms in ranks)
+        if ranks:  # the worst rank of each step, then the best step
+            worst = [(max(ms for _, ms in step), min(share for share, _ in step)) for step in zip(*ranks, strict=True)]
+            told["exposed_ms"], told["hidden_percent"] = min(worst)
     return told
 
 
-def marked(*pair: Any) -> Any:
+@contextmanager
+def playing(play: Callable[..., Any]) -> Iterator[None]:
+    """Pairs are played by `play`."""
+    plain, pipeline.overlap = pipeline.overlap, play
+    try:
+        yield
+    finally:
+        pipeline.overlap = plain
+
+
+def marked(play: Callable[..., Any]) -> Callable[..., Any]:
     """A pair between two kernels of a name that nothing else has, so that a trace shows where it begins and ends."""
-    torch.cuda._sleep(1)
-    result = overlap(*pair)
-    torch.cuda._sleep(1)
-    return result
+
+    def between(*pair: Any) -> Any:
+        torch.cuda._sleep(1)
+        result = play(*pair)
+        torch.cuda._sleep(1)
+        return result
+
+    return between
+
+
+def in_turn(ahead: Any, back: Any, closures: RunClosures) -> Any:
+    """A pair without overlap, in the place of `overlap`."""
+    done = run_backward(back, closures)
+    return run_forward(ahead), done
 
 
 MARK, NCCL, PUT, WAIT = "spin_kernel", "ncclDevKernel_SendRecv", "put_signal_kernel", "wait_signal_kernel"
 Spans = list[tuple[int, int]]  # from, to; in order, apart from each other
 
 
-def hidden(events: Sequence[Event], steps: int) -> tuple[float, float] | None:
-    """(percent of expert communication beside which kernels of the model ran, exposed ms per step), in pairs alone;
-    None where there was none. Copies are communication on a stream that also sends signals."""
+def hidden(events: Sequence[Event], steps: int) -> list[tuple[float, float]]:
+    """Of each step: (percent of expert communication beside which kernels of the model ran, exposed ms), in pairs
+    alone; [] where there was none. Copies are communication on a stream that also sends signals."""
     ran = [event for event in events if event.device]
     marks = sorted((event.start, event.start + event.length) for event in ran if MARK in event.name)
     pairs = [(begin[1], end[0]) for begin, end in zip(marks[::2], marks[1::2], strict=False)]
@@ -347,17 +374,21 @@ def hidden(events: Sequence[Event], steps: int) -> tuple[float, float] | None:
     moving = [*copies, *(event for event in ran if NCCL in event.name)]
     waits = [event for event in ran if WAIT in event.name]
     no_model = ("Memcpy", "Memset", "nccl")
-    model = [
-        event
-        for event in ran
-        if not event.name.startswith(no_model) and not any(mark in event.name for mark in (MARK, PUT, WAIT))
-    ]
-    in_pairs = both(merged(pairs), spans(moving))
-    if not in_pairs:
-        return None
-    covered = length(both(in_pairs, spans(model)))
-    busy = both(merged(pairs), spans([*moving, *waits]))
-    return 100 * covered / length(in_pairs), (length(busy) - length(both(busy, spans(model)))) / 1e6 / steps
+    model = spans(
+        [
+            event
+            for event in ran
+            if not event.name.startswith(no_model) and not any(mark in event.name for mark in (MARK, PUT, WAIT))
+        ]
+    )
+    found: list[tuple[float, float]] = []
+    for step in range(steps):
+        within = pairs[step * len(pairs) // steps : (step + 1) * len(pairs) // steps]
+        moved, busy = both(within, spans(moving)), both(within, spans([*moving, *waits]))
+        if moved:
+            share = 100 * length(both(moved, model)) / length(moved)
+            found.append((share, (length(busy) - length(both(busy, model))) / 1e6))
+    return found
 
 
 def spans(events: Sequence[Event]) -> Spans:
@@ -487,10 +518,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [["config", "ranks", "micro-batch", "routing", "compiled", "recompute", "moments", *COLUMNS]]
+    lines = [
+        ["config", "ranks", "micro-batch", "routing", "compiled", "recompute", "moments", "fp8", "pairs", *COLUMNS]
+    ]
     for row in rows:
         line = [row["config"], str(row["ranks"]), f"{row['micro_batch']} x {row['accumulation']}", row["routing"]]
-        line += ["yes" if row["compiled"] else "no", row["recompute"], row["moments"]]
+        line += ["yes" if row["compiled"] else "no", row["recompute"], row["moments"], row["fp8"], row["pairs"]]
         figures = [(row.get(key), form) for key, form in COLUMNS.values()]
         lines.append(line + ["-" if figure is None else format(figure, form) for figure, form in figures])
     text = align(lines)

@@ -17,12 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pithtrain.ops import kernels
-from pithtrain.ops.permute import SlotBias
+from pithtrain.ops import fp8_kernels, kernels, permute_kernels
+from pithtrain.ops.fp8 import E4M3, plain_quantize_weight
+from pithtrain.ops.permute import SlotBias, unpack
 from pithtrain.ops.rounding import rounding_keys
 
 BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
 NAMES = {BF16: "*bf16", FP32: "*fp32", INT64: "*i64", torch.int32: "*i32", torch.float64: "*fp64"}
+NAMES[E4M3] = "*fp8e4nv"
 
 
 def type_of(value: Any) -> str:
@@ -57,15 +59,21 @@ class Compiled:
 
 
 def main() -> None:
-    for name, kernel in [*vars(kernels).items()]:
-        if isinstance(kernel, JITFunction) and any(p.is_constexpr for p in kernel.params) and name not in INNER:
-            setattr(kernels, name, Compiled(name, kernel))
+    for module in (kernels, permute_kernels, fp8_kernels):
+        for name, kernel in [*vars(module).items()]:
+            if isinstance(kernel, JITFunction) and any(p.is_constexpr for p in kernel.params) and name not in INNER:
+                setattr(module, name, Compiled(name, kernel))
     rows, hidden, width, experts = 64, 256, 128, 4
     slots, gate_up = torch.zeros(rows, hidden, dtype=BF16), torch.zeros(rows, 2 * width, dtype=BF16)
     weight, expert = torch.zeros(rows), torch.zeros(rows, dtype=INT64)
     ends = torch.full((experts,), rows, dtype=torch.int32)
     bias = SlotBias(torch.zeros(experts, hidden), expert, weight)
     index = torch.zeros(16, 2, 2, dtype=INT64)
+    ids, routing = torch.zeros(rows, 8, dtype=INT64), torch.zeros(rows, 8)
+    for dedup in (True, False):
+        records = permute_kernels.plan_rows(ids, routing, 2, 4, dedup).records_Ur
+        permute_kernels.order_slots(*unpack(records, FP32), 4, rows)
+    permute_kernels.order_slots(ids, routing, 128, rows)
     for more in (None, bias):
         kernels.ordered_sum(slots, index, more, [slots[:16]] * 2)
     for limit, offset, own in ((None, 0.0, None), (7.0, 1.0, torch.zeros(experts, 2 * width))):
@@ -86,9 +94,28 @@ def main() -> None:
     for acc, more in ((out.float(), out), (out, out), (out.float(), None), (out, None)):
         kernels.merge(acc, lse, more, sinks[:, None].expand_as(lse) if more is None else lse)
     kernels.sinks_grad(out, out, lse, sinks)
+    in_8_bits(rows, hidden, experts, ends)
 
 
-INNER = ("_gate_and_up",)  # called by kernels, never launched
+def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
+    x, weight, expert = torch.zeros(rows, hidden, dtype=BF16), torch.zeros(rows), torch.zeros(rows, dtype=INT64)
+    matrices = torch.zeros(experts, 256, hidden, dtype=BF16)
+    for group in (0, 128, 32):
+        quantized, _ = fp8_kernels.quantize_rows(x, group)
+        fp8_kernels.quantize_rows(x, group, expert, True)
+        for limit, offset, bias in ((None, 0.0, None), (7.0, 1.0, torch.zeros(experts, hidden))):
+            options = (1.0, limit, offset, bias, expert, group)
+            fp8_kernels.glu(x, weight, *options)
+            fp8_kernels.glu_backward(x[:, : hidden // 2].contiguous(), x, weight, *options)
+        if group != 32:
+            fp8_kernels.quantize_weight(matrices, group)
+        if group == 128:
+            fp8_kernels.grouped_product(quantized, plain_quantize_weight(matrices, "blockwise").forward, ends)
+    fp8_kernels.quantize_rows(torch.zeros(4, 10944, dtype=BF16), 0)  # wide rows
+    fp8_kernels.glu(torch.zeros(4, 5760, dtype=BF16), weight, 1.0, 7.0, 1.0, torch.zeros(experts, 5760), expert, 0)
+
+
+INNER = ("_gate_and_up", "_ranks", "_amax", "_store")  # called by kernels, never launched
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,6 +4,8 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,11 +89,62 @@ def test_throughput_prints_one_table_and_the_same_as_json(
 def test_throughput_of_several_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = sets(*ALONE[:1], "slurm.gpus_per_node=2", "training.global_batch_size=4", *ALONE[4:])
-    command = [sys.executable, "benchmarks/throughput.py", "configs/tiny.yaml", *words, "--steps", "2", "--json", out]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["ranks"] == 2 and row["accumulation"] == 2 and row["tokens_per_second"] > 0
+    losses: list[float] = []
+    for flags, pairs in ([], "overlap"), (["--no-overlap"], "in turn"):
+        command = [
+            sys.executable,
+            "benchmarks/throughput.py",
+            "configs/tiny.yaml",
+            *words,
+            "--steps",
+            "2",
+            "--json",
+            out,
+        ]
+        done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr
+        (row,) = json.loads(out.read_text())["rows"]
+        assert row["ranks"] == 2 and row["accumulation"] == 2 and row["tokens_per_second"] > 0
+        assert row["pairs"] == pairs and f"  {pairs}  " in done.stdout
+        losses.append(row["loss"])
+    assert losses[0] == losses[1], "who runs when changes no number"
+
+
+def test_a_figure_is_the_median_after_the_warm_up(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, played, step = tmp_path / "out.json", 0, throughput.train_step
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal played
+        played += 1
+        return step(*arguments)
+
+    def times(step: Callable[[], object], steps: int, world: Any) -> list[float]:
+        assert (played, steps) == (throughput.WARM_UP, 3) and played > 1
+        return [1.0, 9.0, 2.0]
+
+    monkeypatch.setattr(throughput, "train_step", counted)
+    monkeypatch.setattr(throughput, "timed", times)
+    words = ["configs/tiny.yaml", *sets(*ALONE), "--steps", 3, "--json", out]
+    assert called(throughput, monkeypatch, *words) == 0
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["step_ms"] == 2000 and row["step_ms_range"] == [1000, 9000]
+    broken = torch.tensor(float("nan"))
+    monkeypatch.setattr(throughput, "train_step", lambda *arguments: replace(step(*arguments), norm=broken))
+    monkeypatch.setattr(throughput, "timed", lambda *_: [1.0])
+    assert called(throughput, monkeypatch, *words) == 1
+    [row] = json.loads(out.read_text())["rows"]
+    assert "norm" in row["error"], "a step that trains nothing is no measurement"
+
+
+def test_the_floor_counts_the_bytes_of_the_moments(throughput: ModuleType) -> None:
+    config = Path("configs/qwen3-30b-a3b-6layer-1gpu.yaml")
+    wide, narrow = (
+        throughput.floor_ms(load(config, [f"optimizer.moments_dtype={kind}"])) for kind in ("float32", "bfloat16")
+    )
+    assert wide["optimizer"] / narrow["optimizer"] == pytest.approx(30 / 22)
+    assert {**wide, "optimizer": 0} == {**narrow, "optimizer": 0}
 
 
 def test_throughput_refuses_what_it_cannot_measure(
@@ -161,10 +214,43 @@ def test_what_part_of_communication_is_hidden(throughput: ModuleType, copies: bo
         device += [("put_signal_kernel", 150, 2, lane), ("wait_signal_kernel", 130, 40, 1)]
         device += [("wait_signal_kernel", 160, 5, lane)]
     events = [throughput.Event(name, True, start, length, stream) for name, start, length, stream in device]
-    share, exposed_ms = throughput.hidden(events, 2)
+    [(share, exposed_ms)] = throughput.hidden(events, 1)
     assert share == pytest.approx(30)
-    assert exposed_ms == pytest.approx(((40 if copies else 20) + 10 + 40) / 2 / 1e6)
-    assert throughput.hidden([event for event in events if event.stream != lane], 2) is None
+    assert exposed_ms == pytest.approx(((40 if copies else 20) + 10 + 40) / 1e6)
+    first, second = throughput.hidden(events, 2)
+    assert (first[0], second[0]) == pytest.approx((50, 50 / 3))
+    assert (first[1], second[1]) == pytest.approx(((40 if copies else 20) / 1e6, 50 / 1e6))
+    assert throughput.hidden([event for event in events if event.stream != lane], 2) == []
+
+
+@pytest.mark.slow
+def test_the_error_of_each_layer_in_8_bits(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line per layer: errors of the size that four bits make, and larger for e4m3 than for nothing."""
+    monkeypatch.setattr(sys, "argv", ["fp8_error", "configs/tiny.yaml", "--steps", "1", *sets(*ALONE)])
+    importlib.import_module("fp8_error").main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1"]
+    for row in rows:
+        forward, away, dgrad, wgrad, worst = map(float, row[1:6])
+        assert 0.01 < forward < 0.15 and 0.01 < dgrad < 0.15 and 0.01 < wgrad < worst < 0.3 and away < 0.01
+        assert row[6].startswith(("self_attn", "mlp"))
+
+
+def test_curves_that_part_are_told_and_drawn(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = {"bf16": 1.0, "near": 1.004, "apart": 1.006}
+    for name, factor in curves.items():
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "loss": factor * (5 - step / 100)} for step in range(1, 101)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench, (base, near, apart) = importlib.import_module("fp8_parity"), (tmp_path / name for name in curves)
+    assert called(bench, monkeypatch, base, near, "--svg", tmp_path / "out.svg") == 0
+    assert "near: last 50 +0.400 %, furthest +0.400 %" in capsys.readouterr().out
+    assert (tmp_path / "out.svg").read_text().count("<polyline") == 2
+    assert called(bench, monkeypatch, base, near, apart) == 1
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

@@ -63,6 +63,20 @@ def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.usefixtures("traced")
+def test_regions_are_compiled_for_the_compute_dtype(dtype: str) -> None:
+    """Rerun for the backward, with the head's z-loss: bitwise as eager."""
+
+    def one_step(enabled: bool) -> Ran:
+        training = {"global_batch_size": 4, "compute_dtype": dtype, "z_loss_coef": 1e-3}
+        sections = {"compile": {"enabled": enabled}, "activation_checkpoint": {"mode": "full"}, "training": training}
+        return gather_ran([steps_job(ALONE, make_spec(**sections).model_dump(mode="json"), 1)])
+
+    assert_same(one_step(True), one_step(False), 0.0)
+    assert counters["stats"]["unique_graphs"] == 2 * KINDS["qwen3_moe"] - 1  # with and without gradients, but the last
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "moe"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness import Pool, Ran, batches_of, distance, gather_ran, make_spec, single, steps_job
 from pithtrain.build import build
 from pithtrain.ops import router
-from pithtrain.ops.experts import Experts, ExpertSegment, Received
+from pithtrain.ops.experts import Experts, ExpertSegment, Received, Recompute
 from pithtrain.ops.grouped import add_grouped_sum, add_grouped_weight_grad, grouped_linear, grouped_linear_dx
 from pithtrain.ops.linear import Weight, WeightGrad, accumulate_dtype
 from pithtrain.ops.swiglu import SILU, Glu
@@ -119,6 +119,24 @@ def test_equal_to_loops_and_autograd(routing: list[list[int]], dtype: torch.dtyp
         assert_near(a, b, tolerance)
     for e in set(range(E)) - {x for row in routing for x in row}:
         assert not any(weight.main_grad[e].any() for weight in weights_of(experts))
+
+
+@pytest.mark.parametrize(("recompute", "wide"), [("none", "slots"), ("selective", "rows"), ("full", "rows")])
+def test_a_weight_gradient_put_aside_keeps_rows_not_slots(recompute: Recompute, wide: str) -> None:
+    """What its closures hold of width H: received rows and their gradients, unless the slots were kept anyway."""
+    local = distinct_ids(1, 5, E, 3)
+    received = make_received(local, torch.float32)
+    segment, ready = ExpertSegment(make_experts(torch.float32), recompute), list[WeightGrad]()
+    segment.forward(received)
+    segment.backward(random(7, 5, H, dtype=torch.float32), ready)
+    held, left = list[Tensor](), list[Any](ready)
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            held.append(one)
+        elif hasattr(one, "__closure__"):
+            left += [cell.cell_contents for cell in one.__closure__ or ()]
+    assert {len(x) for x in held if x.ndim == 2 and x.shape[1] == H} == {5 if wide == "rows" else 15}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])

@@ -15,13 +15,15 @@ from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops.attention import merge, sinks_grad
 from pithtrain.ops.cross_entropy import IGNORE, plain_loss_and_grad
 from pithtrain.ops.grouped import plain_grouped_sum, plain_grouped_weight_grad
-from pithtrain.ops.permute import SlotBias, order_slots, plain_ordered_sum
+from pithtrain.ops.permute import SlotBias, plain_order_slots, plain_ordered_sum, plain_plan_rows, unpack
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
 
 # the interpreter makes Python numbers of arrays with one element
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 kernels = pytest.importorskip("pithtrain.ops.kernels", reason="needs triton")
+permute_kernels = pytest.importorskip("pithtrain.ops.permute_kernels", reason="needs triton")
+fp8_kernels = pytest.importorskip("pithtrain.ops.fp8_kernels", reason="needs triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GLUS = {"silu": SILU, "clamped": Glu(1.702, 0.5, 1.0)}
 SIZES = [(8, 24, 16), (5, 40, 24), (3, 1, 8), (4, 0, 8)]  # experts, rows, width; some experts get none
@@ -49,7 +51,47 @@ def test_every_kernel_compiles_for_hopper_and_blackwell() -> None:
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     compiled = {line.split()[0] for line in ran.stdout.splitlines()}
-    assert compiled == set(re.findall(r"^ +(_\w+)\[", Path(kernels.__file__).read_text(), re.MULTILINE))
+    texts = [Path(module.__file__).read_text() for module in (kernels, permute_kernels, fp8_kernels)]
+    assert compiled == set(re.findall(r"^ +(_\w+)\[", "\n".join(texts), re.MULTILINE))
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "num_ranks", "each", "k"),
+    [(300, 2, 8, 8), (5, 4, 2, 3), (129, 3, 1, 1), (1, 2, 16, 5), (70, 40, 1, 6), (0, 2, 2, 2)],
+)
+def test_rows_and_slots_are_exactly_the_twins(
+    tokens: int, num_ranks: int, each: int, k: int, dedup: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that go to every rank, then the slots of one rank's rows, from its records where they lie. Skewed: rank
+    0 gets more than others, and with many ranks some get nothing. More blocks than one scan takes."""
+    monkeypatch.setattr(permute_kernels, "SCANNED", 2)
+    score = torch.rand(tokens, num_ranks * each) * torch.linspace(1, 0.3, num_ranks * each)
+    ids, weights = score.topk(k).indices.to(DEVICE), torch.rand(tokens, k, device=DEVICE)
+    want = plain_plan_rows(ids, weights, num_ranks, each, dedup)
+    got = permute_kernels.plan_rows(ids.t().contiguous().t(), weights, num_ranks, each, dedup)
+    total = int(want.counts_G2[:, 0].sum())
+    for name in ("row_TK", "col_TK", "row_TGC", "counts_G2"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(got.token_U[:total], want.token_U[:total])
+    assert torch.equal(got.records_Ur[:total], want.records_Ur[:total])
+    for rank in {0, num_ranks // 2, num_ranks - 1}:
+        first = int(want.counts_G2[:rank, 0].sum())
+        count, num_slots = want.counts_G2[rank].tolist()
+        local, bits = unpack(got.records_Ur[first : first + count], torch.float32)
+        mine = permute_kernels.order_slots(local, bits, each, num_slots)
+        for name, value in vars(plain_order_slots(local, bits, each, num_slots)).items():
+            assert getattr(mine, name).dtype == value.dtype and torch.equal(getattr(mine, name), value), name
+
+
+def test_slots_where_no_rank_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router's ids as they come: int64, no padding, more experts than rows."""
+    ids, weights = torch.rand(200, 60).topk(6).indices.to(DEVICE), torch.rand(200, 6, device=DEVICE)
+    monkeypatch.setattr(permute_kernels, "SCANNED", 2)  # and more blocks than one scan takes
+    for rows in (200, 3, 0):
+        mine = permute_kernels.order_slots(ids[:rows], weights[:rows].t().contiguous().t(), 60, 6 * rows)
+        for name, value in vars(plain_order_slots(ids[:rows], weights[:rows], 60, 6 * rows)).items():
+            assert torch.equal(getattr(mine, name), value), name
 
 
 @pytest.mark.parametrize("width", [16, 100, 2050])
@@ -60,7 +102,7 @@ def test_sum_over_slots_is_bitwise_the_twins(width: int, with_bias: bool, groups
     """Some rows get nothing, some slots are padding; values of padding are never read, NaN or not."""
     local = torch.randint(-1, 5, (13, 6), device=DEVICE)
     local[4] = -1
-    slots = order_slots(local, 5, int((local >= 0).sum()))
+    slots = plain_order_slots(local, torch.ones(local.shape, device=DEVICE), 5, int((local >= 0).sum()))
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter cuts to bf16, the device rounds
     values = rand(len(slots.row_R), width, dtype=dtype)
     bias = SlotBias(rand(5, width, dtype=torch.float32), slots.expert_R, torch.rand(len(values), device=DEVICE))
@@ -207,6 +249,8 @@ def test_moments_are_rounded_to_bf16_as_by_the_twin(first: int, update: int) -> 
     is not finite goes through; a skipped update writes nothing."""
     grad = torch.randn(2500, device=DEVICE) * torch.logspace(-15, 15, 2500, device=DEVICE)
     grad[::500] = torch.tensor([0.0, float("inf"), -float("inf"), float("nan"), 1.0], device=DEVICE)
+    # NaNs that a carry would turn into numbers
+    grad[1:4] = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32).to(DEVICE)
     keys = rounding_keys(update, "w")
     step, one, zero = (torch.tensor(float(x), device=DEVICE) for x in (update, 1, 0))
 

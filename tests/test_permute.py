@@ -6,8 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from pithtrain.ops.permute import Rows, order_slots, ordered_sum, plan_rows
+from pithtrain.ops import permute
+from pithtrain.ops.permute import Rows, Slots, ordered_sum, unpack
 from reference import distinct_ids, poisoned_memory, random
+
+
+def plan_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int, dedup: bool) -> Rows:
+    return permute.plan_rows(ids_TK, torch.ones(ids_TK.shape, device=ids_TK.device), num_ranks, experts_per_rank, dedup)
+
+
+def local_of(rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+    return unpack(rows.records_Ur, dtype)[0]
+
+
+def order_slots(local_Uq: Tensor, num_experts: int, num_slots: int) -> Slots:
+    return permute.order_slots(local_Uq, torch.ones(local_Uq.shape, device=local_Uq.device), num_experts, num_slots)
+
 
 Record = tuple[int, list[tuple[int, int]]]  # (token, [(local expert, slot of the token)])
 
@@ -31,11 +45,12 @@ def check_rows(rows: Rows, ids_TK: Tensor, num_ranks: int, experts_per_rank: int
     assert rows.counts_G2.tolist() == counts
     flat = [record for per_rank in expected for record in per_rank]
     assert rows.token_U[: len(flat)].tolist() == [token for token, _ in flat]
-    width = rows.local_Uq.shape[1]
+    local_Uq, weights_Uq = unpack(rows.records_Ur, torch.float32)
+    width = local_Uq.shape[1]
     assert width == (min(ids_TK.shape[1], experts_per_rank) if dedup else 1)
     padded = [[local for local, _ in slots] + [-1] * (width - len(slots)) for _, slots in flat]
-    assert rows.local_Uq[: len(flat)].tolist() == padded
-    assert (rows.local_Uq[len(flat) :] == -1).all()
+    assert local_Uq[: len(flat)].tolist() == padded
+    assert torch.equal(weights_Uq[: len(flat)], (local_Uq[: len(flat)] >= 0).float())
     where = {(t, j): (u, c) for u, (t, slots) in enumerate(flat) for c, (_, j) in enumerate(slots)}
     for t in range(ids_TK.shape[0]):
         for j in range(ids_TK.shape[1]):
@@ -55,7 +70,7 @@ def test_the_worked_example() -> None:
     dedup, plain = plan_rows(ids, 2, 2, True), plan_rows(ids, 2, 2, False)
     assert dedup.token_U[:4].tolist() == [0, 1, 1, 2] and dedup.counts_G2.tolist() == [[2, 3], [2, 3]]
     assert plain.token_U.tolist() == [0, 0, 1, 1, 2, 2] and plain.counts_G2.tolist() == [[3, 3], [3, 3]]
-    assert dedup.local_Uq[:4].tolist() == [[0, 1], [0, -1], [1, -1], [0, 1]]
+    assert local_of(dedup)[:4].tolist() == [[0, 1], [0, -1], [1, -1], [0, 1]]
 
 
 @pytest.mark.parametrize("dedup", [True, False])
@@ -101,7 +116,7 @@ def test_all_tokens_to_one_rank_and_none_to_another(dedup: bool) -> None:
 def test_no_tokens(dedup: bool) -> None:
     rows = plan_rows(torch.zeros(0, 4, dtype=torch.int64), 4, 2, dedup)
     assert rows.counts_G2.tolist() == [[0, 0]] * 4
-    assert rows.token_U.shape == (0,) and rows.local_Uq.shape == (0, 2 if dedup else 1)
+    assert rows.token_U.shape == (0,) and local_of(rows).shape == (0, 2 if dedup else 1)
 
 
 @pytest.mark.parametrize("dedup", [True, False])
@@ -111,20 +126,19 @@ def test_the_multiset_of_token_expert_weight_is_kept(
 ) -> None:
     """From the source's ids through the records to each destination's slots in expert order."""
     ids, weights = distinct_ids(3, 11, num_ranks * experts_per_rank, k), random(4, 11, k)
-    rows = plan_rows(ids, num_ranks, experts_per_rank, dedup)
-    w_Uq = torch.zeros(rows.local_Uq.shape, dtype=torch.float64)
-    w_Uq[rows.row_TK, rows.col_TK] = weights
+    rows = permute.plan_rows(ids, weights, num_ranks, experts_per_rank, dedup)
+    local_Uq, w_Uq = unpack(rows.records_Ur, weights.dtype)
     arrived = []
     first = 0
     for g, (count, num_slots) in enumerate(rows.counts_G2.tolist()):
         part = slice(first, first + count)
         first += count
-        slots = order_slots(rows.local_Uq[part], experts_per_rank, num_slots)
+        slots = permute.order_slots(local_Uq[part], w_Uq[part], experts_per_rank, num_slots)
         experts = torch.repeat_interleave(
             torch.arange(experts_per_rank), slots.ends_E.long().diff(prepend=torch.zeros(1, dtype=torch.int64))
         )
-        tokens, w_R = rows.token_U[part][slots.row_R], w_Uq[part].flatten()[slots.record_R]
-        assert rows.local_Uq[part].flatten()[slots.record_R].tolist() == experts.tolist()
+        tokens, w_R = rows.token_U[part][slots.row_R], slots.weight_R
+        assert local_Uq[part].flatten()[slots.record_R].tolist() == experts.tolist()
         arrived += zip(tokens.tolist(), (experts + g * experts_per_rank).tolist(), w_R.tolist(), strict=True)
     sent = [(t, ids[t, j].item(), weights[t, j].item()) for t in range(11) for j in range(k)]
     assert sorted(arrived) == sorted(sent)
@@ -210,6 +224,6 @@ def test_no_index_work_reads_the_device(dedup: bool) -> None:
     """A meta tensor has no values: any host read of one raises."""
     ids = torch.empty(5, 4, dtype=torch.int64, device="meta")
     rows = plan_rows(ids, 4, 2, dedup)
-    slots = order_slots(rows.local_Uq, 2, 7)
+    slots = order_slots(local_of(rows), 2, 7)
     total = ordered_sum(torch.empty(7, 3, device="meta"), slots.slot_U1q)
-    assert total.is_meta and total.shape == (rows.local_Uq.shape[0], 3)
+    assert total.is_meta and total.shape == (len(local_of(rows)), 3)

@@ -13,6 +13,7 @@ import pithtrain.world
 from harness import Pool, Ran, assemble, batches_of, distance, first_gradients, make_spec, run_mesh, single
 from pithtrain.build import build
 from pithtrain.ops.cross_entropy import IGNORE
+from pithtrain.ops.linear import Weight
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict
 from pithtrain.train import train_step
@@ -301,3 +302,23 @@ def test_case_081_more_ranks_than_rows(pool: Pool) -> None:
     want = run_mesh(pool, make_spec(model=model, training=FLOAT64), 3)
     for name, master in want.masters.items():
         assert distance(got.masters[name], master) < 1e-9, name
+
+
+def test_a_bundle_put_aside_ends_the_step_with_the_embedding_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sum over ranks takes longest, so all other weight gradients of the last bundle follow it."""
+    order: list[str] = []
+    add = Weight.add
+
+    def recorded(self: Weight, contribution: Any) -> None:
+        order.append(self.name)
+        add(self, contribution)
+
+    monkeypatch.setattr(Weight, "add", recorded)
+    spec = make_spec(model={"tie_word_embeddings": False})
+    with single(spec) as world:
+        engine = build(spec, world)
+        train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)
+    after = order[len(order) - order[::-1].index("model.embed_tokens.weight") :]
+    first_stage = {f"model.layers.{layer}" for layer in range(spec.model.config.num_hidden_layers // 2)}
+    assert after and {".".join(name.split(".")[:3]) for name in after} == first_stage
+    assert any("experts" in name for name in after)

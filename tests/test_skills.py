@@ -6,6 +6,7 @@ is taken from what was imported.
 
 import csv
 import gzip
+import importlib
 import json
 import os
 import re
@@ -398,6 +399,20 @@ def real_config(tmp_path: Path) -> Path:
     text = config.read_text().replace(f"{tmp_path / 'runs'}/none", str(tokens))
     config.write_text(text.replace("global_batch_size: 8", "global_batch_size: 2"))
     return config
+
+
+def test_every_kernel_of_ours_is_known_as_such() -> None:
+    kernels = [
+        importlib.import_module(f"pithtrain.ops.{name}") for name in ("kernels", "permute_kernels", "fp8_kernels")
+    ]
+    launched = {
+        name for module in kernels for name in re.findall(r"^ +(_\w+)\[", Path(module.__file__).read_text(), re.M)
+    }
+    path = (ROOT / "skills" / REPORT).with_suffix("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        report = importlib.import_module(path.name)
+    assert {report.kind(name) for name in launched} == {"our kernels"}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from harness import Pool, gather_ran, make_spec, shared_peers, steps_job
 from pithtrain import build, doctor
 from pithtrain.errors import CapacityError, RunFailed
 from pithtrain.ops import symmetric
-from pithtrain.ops.symmetric import Blocks, Peers, Seat, places, regions, set_bytes, why_not
+from pithtrain.ops.dispatch import places
+from pithtrain.ops.symmetric import Blocks, Peers, Seat, regions, set_bytes, why_not
 from pithtrain.plan import exchange_rows, plan
 from pithtrain.spec import RunSpec
 from pithtrain.world import Place
@@ -25,19 +27,20 @@ from pithtrain.world import Place
 @pytest.mark.parametrize("ranks", [1, 2, 4, 40])
 def test_places_of_every_rank_fill_every_buffer_once(ranks: int) -> None:
     """Each receiver's rows lie one behind the other in the order of their senders, on the way out and home."""
-    counts = torch.randint(0, 5, (ranks, ranks, 2), generator=torch.Generator().manual_seed(ranks))
-    told = [places(counts.to(torch.int32), rank).tolist() for rank in range(ranks)]
+    counts = torch.randint(2**30, 2**30 + 5, (ranks, ranks, 2), generator=torch.Generator().manual_seed(ranks))
+    told = [places(counts.to(torch.int32).numpy(), rank) for rank in range(ranks)]  # sums that 32 bits do not hold
     rows = counts[:, :, 0].tolist()
-    for rank, (sent, received, slots, *_) in enumerate(told):
-        assert sent == rows[rank] and received == [rows[other][rank] for other in range(ranks)]
-        assert slots == counts[:, rank, 1].tolist()
+    for rank, (out, home, slots, _) in enumerate(told):
+        assert out.sent == home.received == rows[rank]
+        assert out.received == home.sent == [rows[other][rank] for other in range(ranks)]
+        assert slots == counts[:, rank, 1].sum()
     for to in range(ranks):
-        ends_out = itertools.accumulate((told[source][0][to] for source in range(ranks)), initial=0)
-        assert [told[source][3][to] for source in range(ranks)] == list(ends_out)[:-1]
-        ends_home = itertools.accumulate((told[source][1][to] for source in range(ranks)), initial=0)
-        assert [told[source][4][to] for source in range(ranks)] == list(ends_home)[:-1]
-        assert told[0][5][to] == max(sum(told[to][0]), sum(told[to][1]))
-    assert all(each[5] == told[0][5] for each in told), "all ranks judge alike whether rows fit"
+        for way in (0, 1):  # out, home
+            blocks = [each[way] for each in told]
+            ends = itertools.accumulate((each.sent[to] for each in blocks), initial=0)
+            assert [each.begin[to] for each in blocks] == list(ends)[:-1]
+        assert told[0].most[to] == max(sum(told[to][0].sent), sum(told[to][0].received))
+    assert all(each.most == told[0].most for each in told), "all ranks judge alike whether rows fit"
 
 
 def test_regions_do_not_overlap_and_fit_their_set() -> None:
@@ -154,7 +157,7 @@ def shared_job(place: Place, fields: dict[str, Any], num_steps: int, folder: Pat
         return peers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "choose_transport", lambda spec, world: "symmetric: shared memory")
+        patch.setattr(build, "choose_transport", lambda spec, world: build.Transport("symmetric", "shared memory"))
         patch.setattr(build, "open_peers", open_shared)
         return steps_job(place, fields, num_steps)
 
@@ -211,7 +214,7 @@ def test_the_transport_of_a_run_and_why(monkeypatch: pytest.MonkeyPatch) -> None
         spec = spec.model_copy(update={"moe": spec.moe.model_copy(update={"transport": wanted})})
         monkeypatch.setattr(build, "seat", lambda device: None)
         world: Any = Told(seats, kind)
-        return build.choose_transport(spec, world)
+        return ": ".join(build.choose_transport(spec, world))
 
     two, apart = HOST[:2], [HOST[0], HOST[1], HOST[2], replace(HOST[1], host="n1")]  # the second group is on two hosts
     assert chosen("auto", two) == "symmetric: NVLink joins all ranks of each group"
@@ -223,6 +226,21 @@ def test_the_transport_of_a_run_and_why(monkeypatch: pytest.MonkeyPatch) -> None
     for seats in (apart, [Seat("n0", "cpu")] * 2):
         with pytest.raises(CapacityError, match=r"moe\.transport = 'symmetric': .*; use auto or nccl"):
             chosen("symmetric", seats)
+
+
+def test_memory_that_cannot_be_mapped_after_all_is_nccl_where_nobody_insisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RunFailed("no descriptor came")
+
+    monkeypatch.setattr(build, "open_peers", refuse)
+    monkeypatch.setattr(build, "choose_transport", lambda spec, world: build.Transport("symmetric", "NVLink"))
+    world: Any = Told([], "cpu")
+    world.ep_fwd_group = world.ep_bwd_group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    world.device, world.to_rank_zero = torch.device("cpu"), lambda value: ["", value]
+    transport, lanes = build.open_lanes(make_spec(ep=2, moe={"transport": "auto"}), world)
+    assert transport == ("gloo", "no descriptor came") and not any(lane.peers for lane in lanes)
+    with pytest.raises(RunFailed, match="no descriptor came"):
+        build.open_lanes(make_spec(ep=2, moe={"transport": "symmetric"}, training={"device": "auto"}), world)
 
 
 def test_the_doctor_says_how_expert_traffic_goes(monkeypatch: pytest.MonkeyPatch) -> None:

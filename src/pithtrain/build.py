@@ -7,14 +7,16 @@ put together here is passed on as values; nothing keeps a reference to the spec.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pithtrain.errors import CapacityError
+from pithtrain.errors import CapacityError, RunFailed
 from pithtrain.models.contract import Layer, ModelConfig, load_model
 from pithtrain.ops.attention import require_cudnn
 from pithtrain.ops.dispatch import Lane
+from pithtrain.ops.fp8 import require_device
 from pithtrain.ops.init import normal_
 from pithtrain.ops.linear import Linears, Region, Weight, accumulate_dtype, call, compiled
 from pithtrain.ops.norm import rms_norm
@@ -36,11 +38,17 @@ HEAD = "lm_head.weight"
 COMPILED_GRAPHS = 64  # of all regions of a run: kinds of layers, times two with and without gradients
 
 
+class Transport(NamedTuple):
+    """How tokens reach experts on other ranks, and why so."""
+
+    name: Literal["symmetric", "nccl", "gloo", "none"]
+    why: str
+
+
 @dataclass(frozen=True)
 class Engine:
     """One rank's part of the run. `dtype` is the compute dtype, `layers` are those of its two stages. counts_LE int64:
-    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks.
-    `transport`: how tokens reach experts, and why so."""
+    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks."""
 
     world: World
     zero: Zero
@@ -49,7 +57,7 @@ class Engine:
     dtype: torch.dtype
     layers: tuple[int, ...]
     counts_LE: Tensor
-    transport: str
+    transport: Transport
 
 
 def device_type(spec: RunSpec) -> str:
@@ -72,6 +80,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     dtype = compute_dtype(spec, world.device)
     if dtype == torch.bfloat16:
         require_cudnn(world.device)
+    if spec.fp8.enabled:
+        require_device(spec.fp8.recipe, world.device)
     last = 2 * world.mesh.pp - 1
     stages = (world.pp, last - world.pp)  # the V: phase 0 and phase 1
     layers = partition(config, world.mesh.pp, spec.training.sequence_length)
@@ -80,16 +90,15 @@ def build(spec: RunSpec, world: World) -> Engine:
     tied = EMBEDDING if config.tie_word_embeddings else None
     zero = Zero(table, world, dtype, tied, spec.optimizer.moments_dtype == "bfloat16", spec.training.seed)
     initialise(zero, spec.training.seed)
+    if spec.fp8.enabled:
+        for one in zero.sharded.values():
+            one.weight.recipe = spec.fp8.recipe if one.info.fp8 else None
 
     counts_LE = torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64, device=world.device)
     built = tuple(_build_stage(spec, world, stage, last, layers[stage], zero, counts_LE) for stage in stages)
-    transport = choose_transport(spec, world)
-    traffic = Traffic(
-        config.num_experts,
-        *open_lanes(spec, world, symmetric=transport.startswith("symmetric")),
-        dedup=spec.moe.dispatch == "dedup",
-        ring=None if world.cp_group is None else Ring(world.cp_group),
-    )
+    transport, lanes = open_lanes(spec, world)
+    ring = None if world.cp_group is None else Ring(world.cp_group)
+    traffic = Traffic(config.num_experts, *lanes, dedup=spec.moe.dispatch == "dedup", ring=ring)
     training, cp = spec.training, world.mesh.cp
     part = None  # with documents, each micro-batch brings its own
     if not spec.data.document_mask:
@@ -100,28 +109,45 @@ def build(spec: RunSpec, world: World) -> Engine:
     return Engine(world, zero, pipeline, adam, dtype, held, counts_LE, transport)
 
 
-def choose_transport(spec: RunSpec, world: World) -> str:
-    """`moe.transport`, resolved alike on all ranks, and why; a collective. Raises CapacityError where it cannot be."""
+def choose_transport(spec: RunSpec, world: World) -> Transport:
+    """`moe.transport`, resolved alike on all ranks; a collective for auto and symmetric. Raises CapacityError where it
+    cannot be."""
     wanted, mesh = spec.moe.transport, spec.mesh
+    collectives = _collectives(world)
     if mesh.ep == 1:
-        return "none: no expert is on another rank"
+        return Transport("none", "no expert is on another rank")
+    if wanted == "nccl":
+        return Transport(collectives, "moe.transport says so")
     seats: list[Seat] = world.from_rank_zero(world.to_rank_zero(seat(world.device)))
     groups = [seats[first : first + mesh.ep] for first in range(0, mesh.size, mesh.ep)]  # ep is innermost
     reason = next(filter(None, (why_not(group, nvlink=wanted == "auto") for group in groups)), "")
     if wanted == "symmetric" and reason:
         raise CapacityError(f"moe.transport = 'symmetric': {reason}; use auto or nccl")
-    collectives = "nccl" if world.device.type == "cuda" else "gloo"
-    if wanted == "nccl" or reason:
-        return f"{collectives}: {reason or 'moe.transport says so'}"
-    return f"symmetric: {'NVLink joins' if wanted == 'auto' else 'peer access between'} all ranks of each group"
+    if reason:
+        return Transport(collectives, reason)
+    joined = "NVLink joins" if wanted == "auto" else "peer access between"
+    return Transport("symmetric", f"{joined} all ranks of each group")
 
 
-def open_lanes(spec: RunSpec, world: World, symmetric: bool) -> tuple[Lane, Lane]:
-    """The forward and the backward lane of expert traffic."""
-    group, forward, backward = world.ep_fwd_group, None, None
-    if symmetric and group is not None:
-        forward, backward = open_peers(group, world.device, *exchange_rows(spec))
-    return Lane(group, world.device, forward), Lane(world.ep_bwd_group, world.device, backward)
+def _collectives(world: World) -> Literal["nccl", "gloo"]:
+    return "nccl" if world.device.type == "cuda" else "gloo"
+
+
+def open_lanes(spec: RunSpec, world: World) -> tuple[Transport, tuple[Lane, Lane]]:
+    """How expert traffic goes, its forward and its backward lane. Memory that peers cannot map after all (a private
+    /tmp, a container for each rank) is an error where it was asked for, and NCCL under auto, on all ranks alike."""
+    transport, group, forward, backward = choose_transport(spec, world), world.ep_fwd_group, None, None
+    if transport.name == "symmetric" and group is not None:
+        failed = ""
+        try:
+            forward, backward = open_peers(group, world.device, *exchange_rows(spec))
+        except RunFailed as error:
+            if spec.moe.transport == "symmetric":
+                raise
+            failed = str(error)
+        if why := next(filter(None, world.from_rank_zero(world.to_rank_zero(failed))), ""):
+            transport, forward, backward = Transport(_collectives(world), why), None, None
+    return transport, (Lane(group, world.device, forward), Lane(world.ep_bwd_group, world.device, backward))
 
 
 def _hidden(spec: RunSpec) -> tuple[int, int, int]:

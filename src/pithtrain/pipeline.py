@@ -92,7 +92,9 @@ class Pipeline:
         for action in self._actions:
             self._communicate(step, action.before)
             if action.op == "W":
-                run_now(step.aside.popleft())
+                bundle = step.aside.popleft()
+                while bundle:  # what came last first: the embedding's gradient has the longest sum over ranks
+                    bundle.pop()()
                 continue
             self._wait(step)
             fwd, bwd = action.fwd, action.bwd

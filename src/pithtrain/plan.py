@@ -4,7 +4,8 @@
 into 2P contiguous blocks such that the slowest rank (the head counts on rank 0) is as fast as can be; among the cuts
 within 2 % of that, the one with the least sum over ranks of (a - b)^2 + (a + b)^2 / 4, a and b the times of a rank's
 stages: equal pairs, since a pair overlaps as far as the shorter one goes, and work for every rank even where the head
-alone sets the pace. Costs are FLOPs. Empty stages are legal: a model may have fewer layers than stages.
+alone sets the pace. Costs are FLOPs. Empty stages are legal: a model may have fewer layers than stages. With one rank
+no cut is faster and no neighbour waits, so the head, which has nothing to hide, does not count: two equal halves.
 
     partition(Qwen3-30B-A3B, pp=4, sequence_length=4096): rank 0 takes 7 layers and, beside the head, 2; the others 6
     and 7. Slowest over mean 1.01; an even cut has 1.24.
@@ -14,10 +15,11 @@ rank's time leaves few of these states (what is taken is at most ranks x cap, wh
 lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
 
 **Bytes.** What is held from the first step to the last, exactly as `zero` allocates it: whole weights in the compute
-type, whole main gradients, a shard of masters and two moments (these in `optimizer.moments_dtype`). Where experts may
-be reached by copy engines, the buffers of that for the worst case beside it (`exchange_rows`, `ops/symmetric`). And,
-about, what forwards keep for their backwards, at the step's fullest moment, when rank r holds 2P - r micro-batches of
-its first stage and r + 1 of its second. A layer keeps of each token of the rank (its chunks alone, with cp)
+type, with `fp8.enabled` 2 bytes a parameter more for a weight's 8-bit forms, whole main gradients, a shard of masters
+and two moments (these in `optimizer.moments_dtype`). Where experts may be reached by copy engines, the buffers of that
+for the worst case beside it (`exchange_rows`, `ops/symmetric`). And, about, what forwards keep for their backwards, at
+the step's fullest moment, when rank r holds 2P - r micro-batches of its first stage and r + 1 of its second. A layer
+keeps of each token of the rank (its chunks alone, with cp)
 
     none        four times H; what each linear gives, or takes where it gives H; k slots of H and of gate and up
     selective   the same with the D rows that came in its place of the k slots of H
@@ -86,7 +88,7 @@ def partition(config: ModelConfig, pp: int, sequence_length: int) -> tuple[tuple
     cap = max((sum(layers) + head) / pp, head, *layers) * (1 + 1e-9)  # no cut has a faster slowest rank
     while (fastest := _search(layers, head, pp, cap, pairs=False)) is None:
         cap *= GROWTH
-    cut = _search(layers, head, pp, fastest[0] * SLACK, pairs=True)
+    cut = _search(layers, head if pp > 1 else 0.0, pp, fastest[0] * SLACK, pairs=True)
     assert cut is not None, "the cut found under this cap is gone"
     numbers = iter(range(len(layers)))
     sizes = [a for a, _ in cut[1]] + [b for _, b in reversed(cut[1])]
@@ -318,6 +320,7 @@ def plan(spec: RunSpec, document_length: float | None = None) -> Plan:
         held[rank] += size
         trained = parameter.trained  # else neither main gradient nor moments
         weights[rank] += padded * (wide if parameter.fp32 else narrow)
+        weights[rank] += 2 * size * (spec.fp8.enabled and parameter.fp8)
         gradients[rank] += padded * wide * trained
         optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
     cut = [stages[rank] + stages[-1 - rank] for rank in range(mesh.pp)]

@@ -182,17 +182,21 @@ class MoeSection(Strict):
     force_load_balance: bool = _key(False, "tokens go round robin, for speed measurements only: no checkpoints")
     dispatch: Literal["dedup", "plain"] = _key("dedup", "a token travels once per rank; plain: once per expert")
     transport: Literal["auto", "nccl", "symmetric"] = _key(
-        "nccl",
+        "auto",
         "symmetric: copy engines write into the peers' memory, of one host; nccl: collectives (gloo on cpu); auto: "
-        "symmetric where NVLink joins all ranks of every expert-parallel group, else nccl",
+        "symmetric where NVLink joins all ranks of every expert-parallel group and memory can be mapped, else nccl",
     )
 
 
 class Fp8Section(Strict):
-    """8-bit matrix products."""
+    """8-bit matrix products of the layers, forward and for input gradients. Checkpoints know nothing of it."""
 
-    enabled: bool = _later(False, "off on Hopper unless measured to be faster")
-    recipe: Literal["blockwise", "rowwise", "mxfp8"] = _later("blockwise", "what shares a scale")
+    enabled: bool = _key(False, "off on Hopper unless measured to be faster; a CPU emulates it")
+    recipe: Literal["blockwise", "rowwise", "mxfp8"] = _key(
+        "blockwise",
+        "what shares a scale. blockwise (Hopper): 128 values of a row, 128 x 128 of a weight; rowwise: a row; mxfp8 "
+        "(Blackwell): 32 values",
+    )
 
 
 class CompileSection(Strict):
@@ -322,7 +326,7 @@ class LinksSection(Strict):
 
     all_to_all: Link | None = _key(None, "the collective of expert traffic; bytes to other ranks")
     p2p: Link | None = _key(None, "a pipeline's messages, both ways at once")
-    copy_engine: Link | None = _key(None, "expert traffic with moe.transport: symmetric")
+    copy_engine: Link | None = _key(None, "expert traffic where moe.transport is, or resolves to, symmetric")
 
 
 class SlurmSection(Strict):
@@ -569,6 +573,32 @@ def _check_forced(moe: MoeSection, checkpoint: CheckpointSection) -> Problems:
         yield Problem("checkpoint.export_hf", checkpoint.export_hf, rule, "set it to null")
 
 
+def _check_fp8(
+    fp8: Fp8Section, model: ModelSection, training: TrainingSection, parallelism: ParallelismSection
+) -> Problems:
+    if not fp8.enabled:
+        return
+    dtype = training.compute_dtype
+    tokens = training.micro_batch_size * training.sequence_length // parallelism.context_parallel_size
+    if dtype == "float64" or (dtype == "float32" and training.device != "cpu"):
+        rule = f"makes 8-bit operands of bfloat16, and training.compute_dtype is {dtype}"
+        hint = "set it to bfloat16; float32 works with training.device=cpu, which emulates"
+        yield Problem("fp8.enabled", True, rule, hint)
+    if fp8.recipe == "blockwise" and tokens % 4:
+        rule = f"needs a multiple of 4 tokens a micro-batch on each rank, and here are {tokens}"
+        yield Problem("training.sequence_length", training.sequence_length, f"fp8.recipe: blockwise {rule}")
+    multiples = {"rowwise": 16, "mxfp8": 32, "blockwise": 128}
+    ours = multiples[fp8.recipe]
+    odd = [p for p in model.config.parameters() if p.fp8 and any(size % ours for size in p.shape[-2:])]
+    if odd:
+        first, kinds = odd[0], len({re.sub(r"\.\d+\.", ".*.", p.name) for p in odd})
+        fits = [name for name, n in multiples.items() if all(size % n == 0 for p in odd for size in p.shape[-2:])]
+        rule = f"needs matrices whose sizes are multiples of {ours}, and {first.name} is {first.shape[-2]} x "
+        rule += f"{first.shape[-1]}" + (f" (of {kinds} kinds)" if kinds > 1 else "")
+        hint = f"use {' or '.join(fits)}" if fits else "set fp8.enabled=false, or change the model's widths"
+        yield Problem("fp8.recipe", fp8.recipe, rule, hint)
+
+
 def _check_data(data: DataSection) -> Problems:
     weights = [source.weight for source in data.sources]
     if len(weights) != 1:
@@ -747,6 +777,7 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
         _check_transport,
         _check_balance,
         _check_forced,
+        _check_fp8,
         _check_data,
         _check_checkpoint,
         _check_beginning,

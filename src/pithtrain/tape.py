@@ -199,12 +199,13 @@ def forward(
             assert traffic.ring is not None, "whole sequences have whole sets"
             sets = CutSets(sums[0], routing.counts_NE, traffic.ring.sum)
         stats.routed(layer.index, routing)
-        exchange = open_exchange(routing.ids_TK, traffic.num_experts, traffic.forward, traffic.backward, traffic.dedup)
+        lanes = traffic.forward, traffic.backward
+        exchange = open_exchange(routing.ids_TK, w, traffic.num_experts, *lanes, traffic.dedup)
         exchange.launch_counts()
         shared = None if layer.shared is None else Segment(layer.shared, n, keep=keep)
         yield  # META in flight
         exchange.wait_counts()
-        exchange.launch_dispatch(n, w)
+        exchange.launch_dispatch(n)
         yield  # DISPATCH in flight
         experts = ExpertSegment(layer.experts, stage.recompute)
         exchange.launch_combine(experts.forward(exchange.received(gathers_again)))

@@ -99,6 +99,7 @@ class Sharded:
         this rank's own rows hold them already."""
         if not written:
             self._own(self._data).copy_(self._masters)
+        self.weight.version += 1
         return all_gather(self._own(self._data), self._data, self.group)
 
 

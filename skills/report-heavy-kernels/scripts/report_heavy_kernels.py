@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from skill import ROOT, end, on_device, operators, read_trace, steps
 
 SHOWN = 15  # rows printed; the CSV has all
-KERNELS = (ROOT / "src/pithtrain/ops/kernels.py").read_text()
-OURS = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w+)", KERNELS, re.MULTILINE)
+KERNELS = "\n".join(file.read_text() for file in sorted((ROOT / "src/pithtrain/ops").glob("*kernels.py")))
+OURS = re.findall(r"^@triton\.jit.*\ndef (\w+)", KERNELS, re.MULTILINE)
 ATEN_POINTWISE = (
     r"add|sub|rsub|mul|div|neg|abs|exp|log\w*|sigmoid\w*|silu\w*|softplus|pow|r?sqrt|reciprocal|square|sum|mean|a?max|a?min"
     r"|where|clamp\w*|addcmul|addcdiv|lerp|eq|ne|lt|gt|le|ge|is\w+|bitwise_\w+|masked_fill|round|floor|cumsum|cos|sin"

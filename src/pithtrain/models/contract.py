@@ -72,6 +72,7 @@ class Parameter:
     decay: bool  # weight decay applies: matrices only
     fp32: bool  # kept in fp32 in compute: 1-D parameters and the router
     update: Literal["gradient", "load"] = "gradient"  # load: no gradient; a selection bias that follows expert load
+    exact: bool = False  # multiplied in compute dtype whatever the run's `fp8` says
 
     @property
     def size(self) -> int:
@@ -82,6 +83,11 @@ class Parameter:
     def trained(self) -> bool:
         """By gradient: it has a main gradient, moments, a part in the norm."""
         return self.update == "gradient"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether `fp8.enabled` makes 8-bit operands of it: matrices of layers, but for the router."""
+        return self.layer is not None and len(self.shape) > 1 and not self.fp32 and not self.exact
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -123,10 +129,10 @@ def vector(name: str, shape: tuple[int, ...], init: Literal["ones", "zeros"], la
 
 
 def linear(
-    name: str, shape: tuple[int, int], std: float, layer: int, *, bias: bool, fp32: bool = False
+    name: str, shape: tuple[int, int], std: float, layer: int, *, bias: bool, fp32: bool = False, exact: bool = False
 ) -> Iterator[Parameter]:
     """Rows of `x W^T (+ b)`: NAME.weight [out, in] and, with `bias`, NAME.bias [out]."""
-    yield matrix(f"{name}.weight", shape, std, layer, fp32)
+    yield replace(matrix(f"{name}.weight", shape, std, layer, fp32), exact=exact)
     if bias:
         yield vector(f"{name}.bias", shape[:1], "zeros", layer)
 

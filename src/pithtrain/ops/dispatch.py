@@ -10,22 +10,23 @@ indices only, so its transposes need nothing saved. Each transfer is *launched* 
 *finished* where its result is used; what runs between hides it. The one host synchronisation of a layer is
 `wait_counts`. With expert-parallel size 1 (`LocalExchange`) the same calls move nothing.
 
-What it costs where ep > 1, per layer and micro-batch: seven all-to-alls (counts; rows and records; combine; combine';
-drows and dweights) and one host wait. Each is launched on every rank, also for zero rows. They are collectives (NCCL,
-gloo) or, inside an NVLink domain, copies into the peers' memory (`ops/symmetric`).
+What it costs where ep > 1, per layer and micro-batch: seven all-to-alls (all ranks' counts; rows and records; combine;
+combine'; drows and dweights) and one host wait. Each is launched on every rank, also for zero rows. They are
+collectives (NCCL, gloo) or, inside an NVLink domain, copies into the peers' memory (`ops/symmetric`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pithtrain.ops.experts import Received
-from pithtrain.ops.permute import gather_rows, ordered_sum, plan_rows
+from pithtrain.ops.permute import gather_rows, ordered_sum, plan_rows, unpack
 from pithtrain.ops.symmetric import Blocks, Peers
 
 ROUND_ROWS = 1024  # of a buffer on CUDA: the caching allocator meets few sizes, and does not fragment
@@ -64,7 +65,7 @@ class Lane:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, peers: Peers | None = None):
         self.group, self.peers = group, peers
-        self.size = 1 if group is None else group.size()
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         on_cuda = group is not None and device.type == "cuda"
         # before the partner's next blocks: its kernels are small, and others wait for them
         self._stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
@@ -88,13 +89,11 @@ class Lane:
             yield
 
     def tell(self, counts_G2: Tensor) -> Tensor:
-        """From the (rows, slots) int32 that we have for each rank, what the host must know: [3, G] rows to each, rows
-        and slots from each; with peers three lines more (`symmetric.places`)."""
-        if self.peers is not None:
-            return self.peers.tell(counts_G2)
-        one_each = Blocks([1] * self.size, [1] * self.size, [])
-        [theirs] = self.exchange([counts_G2], one_each).finish()
-        return torch.cat((counts_G2[:, :1], theirs), dim=1).t().contiguous()
+        """All counts to all: [G, G, 2] int32, what each rank has for each, from the [G, 2] that we have. Where there
+        are peers it is lent until the lane's next launch."""
+        blocks = Blocks([self.size] * self.size, [self.size] * self.size, [self.rank * self.size] * self.size)
+        [told] = self.exchange([counts_G2.repeat(self.size, 1)], blocks).finish()
+        return told.view(self.size, self.size, 2)
 
     def exchange(self, tensors: Sequence[Tensor], blocks: Blocks) -> Transfer:
         """All-to-all of the leading dims, which are alike."""
@@ -130,13 +129,34 @@ class Lane:
         return Transfer(arriving, tensors, wait, lent=True)
 
 
+class Places(NamedTuple):
+    """Of an exchange: the blocks of the way out and of the way home, the slots that arrive, and the most rows that each
+    rank receives on either way."""
+
+    out: Blocks
+    home: Blocks
+    slots: int
+    most: list[int]
+
+
+def places(counts_GG2: np.ndarray[Any, Any], rank: int) -> Places:
+    """From the (rows, slots) that every rank has for every other. The host's part: a few sums of G^2 numbers."""
+    rows_GG = counts_GG2[:, :, 0]
+    sent, received = rows_GG[rank].tolist(), rows_GG[:, rank].tolist()
+    out = rows_GG[:rank].sum(0)  # rows for each rank of the ranks before this one
+    home = rows_GG[:, :rank].sum(1)  # the same of the transpose
+    most = np.maximum(rows_GG.sum(0), rows_GG.sum(1))
+    slots = int(counts_GG2[:, rank, 1].sum())
+    return Places(Blocks(sent, received, out.tolist()), Blocks(received, sent, home.tolist()), slots, most.tolist())
+
+
 class Edge(Protocol):
     """What the tape needs of an exchange. Shapes: T tokens, H hidden, K experts per token, U received rows, q slots.
     `keep`: whether received rows are read after the next launch of their direction."""
 
     def launch_counts(self) -> None: ...
     def wait_counts(self) -> None: ...
-    def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None: ...
+    def launch_dispatch(self, n_TH: Tensor) -> None: ...
     def received(self, keep: bool = True) -> Received: ...
     def launch_combine(self, out_UH: Tensor) -> None: ...
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor: ...
@@ -146,19 +166,19 @@ class Edge(Protocol):
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
-def open_exchange(ids_TK: Tensor, num_experts: int, forward: Lane, backward: Lane, dedup: bool) -> Edge:
-    """The exchange of one layer call, from its expert ids [T, K]. `forward` and `backward` have one size."""
+def open_exchange(ids_TK: Tensor, w_TK: Tensor, num_experts: int, forward: Lane, backward: Lane, dedup: bool) -> Edge:
+    """The exchange of one layer call, from its expert ids and routing weights. `forward` and `backward` have one
+    size."""
     if forward.size == 1:
-        return LocalExchange(ids_TK)
-    return Exchange(ids_TK, num_experts // forward.size, forward, backward, dedup)
+        return LocalExchange(ids_TK, w_TK)
+    return Exchange(ids_TK, w_TK, num_experts // forward.size, forward, backward, dedup)
 
 
 class LocalExchange:
     """Expert-parallel size 1: the rows are the tokens, nothing is copied or sent."""
 
-    def __init__(self, ids_TK: Tensor):
-        self._ids_TK = ids_TK
-        self._held: tuple[Tensor, ...] = ()
+    def __init__(self, ids_TK: Tensor, w_TK: Tensor):
+        self._held: tuple[Tensor, ...] = (ids_TK, w_TK)
 
     def launch_counts(self) -> None:
         pass
@@ -166,12 +186,12 @@ class LocalExchange:
     def wait_counts(self) -> None:
         pass
 
-    def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None:
-        self._held = (n_TH, w_TK)
+    def launch_dispatch(self, n_TH: Tensor) -> None:
+        self._held = (n_TH, *self._held)
 
     def received(self, keep: bool = True) -> Received:
-        n_TH, w_TK = self._take()
-        return Received(n_TH, self._ids_TK, w_TK, self._ids_TK.numel())
+        n_TH, ids_TK, w_TK = self._take()
+        return Received(n_TH, ids_TK, w_TK, ids_TK.numel())
 
     def launch_combine(self, out_UH: Tensor) -> None:
         self._held = (out_UH,)
@@ -201,58 +221,54 @@ class LocalExchange:
 class Exchange:
     """Expert-parallel size > 1. Construction does the index work on the device, without a host synchronisation."""
 
-    def __init__(self, ids_TK: Tensor, experts_per_rank: int, forward: Lane, backward: Lane, dedup: bool):
+    def __init__(self, ids_TK: Tensor, w_TK: Tensor, experts_per_rank: int, forward: Lane, backward: Lane, dedup: bool):
         self._forward, self._backward = forward, backward
-        self._rows = plan_rows(ids_TK, forward.size, experts_per_rank, dedup)
+        rows = plan_rows(ids_TK, w_TK, forward.size, experts_per_rank, dedup)
+        self._counts, self._records, self._token = rows.counts_G2, rows.records_Ur, rows.token_U
+        self._row_TK, self._col_TK, self._row_TGC = rows.row_TK, rows.col_TK, rows.row_TGC
+        self._weight_dtype = w_TK.dtype
         self._ready = forward.mark()
         self._flight: Transfer | None = None
 
     def launch_counts(self) -> None:
-        """(rows, slots) for each rank, exchanged; then one copy to pinned host memory behind one event."""
+        """All ranks' (rows, slots) for all; then one copy to pinned host memory behind one event."""
         lane = self._forward
         with lane.after(self._ready):
-            told = lane.tell(self._rows.counts_G2.to(torch.int32))
+            self._told = told = lane.tell(self._counts)
             if told.is_cuda:
                 self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
                 self._told.copy_(told, non_blocking=True)
                 self._copied = torch.cuda.current_stream().record_event()
-            else:
-                self._told = told
+        del self._counts
 
     def wait_counts(self) -> None:
         """The layer's only host synchronisation: how many rows and slots go and come."""
-        if self._rows.token_U.is_cuda:
+        lane = self._forward
+        if self._token.is_cuda:
             self._copied.synchronize()
-        sent, received, slots, *places = self._told.tolist()
-        out, home, most = places or ([], [], [])
-        if self._forward.peers is not None:
-            self._forward.peers.require_room(most)
-        self._out, self._home = Blocks(sent, received, out), Blocks(received, sent, home)
-        self._num_slots = sum(slots)
-        self.rows_sent = sum(sent)
-        self._token = self._rows.token_U[: self.rows_sent]
+        self._places = places(self._told.numpy(), lane.rank)
+        if lane.peers is not None:
+            lane.peers.require_room(self._places.most)
+        self.rows_sent = sum(self._places.out.sent)
+        self._token = self._token[: self.rows_sent]
+        del self._told
 
-    def launch_dispatch(self, n_TH: Tensor, w_TK: Tensor) -> None:
-        """n [T, H] in compute dtype and w [T, K] fp32, whose producer came before this exchange was made."""
-        lane, rows, total = self._forward, self._rows, self.rows_sent
+    def launch_dispatch(self, n_TH: Tensor) -> None:
+        """n [T, H] in compute dtype, whose producer came before this exchange was made."""
+        lane = self._forward
         with lane.after(self._ready):
-            weights = w_TK.new_zeros(rows.local_Uq.shape)
-            weights[rows.row_TK, rows.col_TK] = w_TK
-            records = torch.cat((rows.local_Uq[:total].to(torch.int32), weights[:total].view(torch.int32)), dim=1)
-            self._flight = lane.exchange([gather_rows(n_TH, self._token), records], self._out)
-        self._weight_dtype = w_TK.dtype
+            tensors = [gather_rows(n_TH, self._token), self._records[: self.rows_sent]]
+            self._flight = lane.exchange(tensors, self._places.out)
+        del self._records  # which the transfer keeps while it needs them: an edge keeps indices only
 
     def received(self, keep: bool = True) -> Received:
         rows, records = self._land(keep)
-        per_row = self._rows.local_Uq.shape[1]
-        # a copy, not `contiguous`: one row's slice counts as contiguous and cannot be viewed as 8-byte floats
-        local, weights = records[:, :per_row], records[:, per_row:].clone(memory_format=torch.contiguous_format)
-        return Received(rows, local.to(torch.int64), weights.view(self._weight_dtype), self._num_slots)
+        return Received(rows, *unpack(records, self._weight_dtype), self._places.slots)
 
     def launch_combine(self, out_UH: Tensor) -> None:
         lane = self._forward
         with lane.after(lane.mark()):
-            self._flight = lane.exchange([out_UH], self._home)
+            self._flight = lane.exchange([out_UH], self._places.home)
 
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
         [rows] = self._land()
@@ -261,7 +277,7 @@ class Exchange:
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         lane = self._backward
         with lane.after(lane.mark()):
-            self._flight = lane.exchange([gather_rows(dh_TH, self._token)], self._out)
+            self._flight = lane.exchange([gather_rows(dh_TH, self._token)], self._places.out)
 
     def received_t(self, keep: bool = True) -> Tensor:
         [rows] = self._land(keep)
@@ -270,12 +286,12 @@ class Exchange:
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None:
         lane = self._backward
         with lane.after(lane.mark()):
-            self._flight = lane.exchange([drows_UH, dw_Uq], self._home)
+            self._flight = lane.exchange([drows_UH, dw_Uq], self._places.home)
 
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (dn [T, H] in compute dtype, dw [T, K] fp32)."""
         drows, dw_Uq = self._land()
-        dw_TK = dw_Uq[self._rows.row_TK, self._rows.col_TK]
+        dw_TK = dw_Uq[self._row_TK, self._col_TK]
         return self._sum_over_ranks(drows, dn_TH), dw_TK
 
     def _land(self, keep: bool = False) -> list[Tensor]:
@@ -287,7 +303,7 @@ class Exchange:
 
     def _sum_over_ranks(self, rows_UH: Tensor, *plus: Tensor | None) -> Tensor:
         """Per rank the copies in order, then over ranks in order: the same for dedup and plain dispatch."""
-        return ordered_sum(rows_UH, self._rows.row_TGC, plus=[term for term in plus if term is not None])
+        return ordered_sum(rows_UH, self._row_TGC, plus=[term for term in plus if term is not None])
 
 
 def _plus(rows_TH: Tensor, *plus: Tensor | None) -> Tensor:

@@ -17,6 +17,9 @@ sum and its transpose needs indices only. Kept from forward to backward, beside 
 Where ep is 1 the rows are the attention segment's n, which is there already. `a` is not kept: the backward of the
 activation reads all that it takes, and gives it to W.
 
+In 8 bits (`ops/fp8`) the operands of the four products of forward and inputs' gradients are X, a, dY and dgu quantised,
+each in the pass that makes it, and the weights' forms; closures take X, a, dY and dgu as they were.
+
 Rounded to compute dtype are the operands and results of the products (X Wgu^T, a, a Wd^T, dY, da, dgu), out and drows,
 each once. Biases are fp32 and are added in fp32: to the rounded product, and to nothing rounded afterwards except out.
 
@@ -29,6 +32,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from pithtrain.ops import fp8
+from pithtrain.ops.fp8 import Fp8, Recipe
 from pithtrain.ops.grouped import add_grouped_sum, add_grouped_weight_grad, grouped_linear, grouped_linear_dx
 from pithtrain.ops.linear import Weight, WeightGrad
 from pithtrain.ops.permute import SlotBias, gather_rows, order_slots, ordered_sum
@@ -52,7 +57,7 @@ class Experts:
 @dataclass(frozen=True)
 class Received:
     """What a rank's experts work on: rows_UH, local expert ids local_Uq (-1: padding), weights_Uq fp32, and the number
-    of slots that are not padding."""
+    of slots that are not padding. Ids and weights are read at once, and may lie where the next exchange lands."""
 
     rows_UH: Tensor
     local_Uq: Tensor
@@ -70,40 +75,42 @@ class ExpertSegment:
         """The weighted sum over its slots of every received row, [U, H] in compute dtype."""
         rows, experts = received.rows_UH, self._experts
         self._records = received.weights_Uq.shape
-        self._slots = slots = order_slots(received.local_Uq, experts.gate_up.data.shape[0], received.num_slots)
-        self._w_R = received.weights_Uq.reshape(-1)[slots.record_R]
-        x_RH = gather_rows(rows, slots.row_R)
-        gate_up = grouped_linear(x_RH, experts.gate_up.data, slots.ends_E)
-        self._x = x_RH if self._recompute == "none" else rows
+        num_experts = experts.gate_up.data.shape[0]
+        self._slots = slots = order_slots(received.local_Uq, received.weights_Uq, num_experts, received.num_slots)
+        keep, up_bias, recipe = self._recompute == "none", _data(experts.gate_up_bias), experts.down.recipe
+        operand, x_RH = _gathered(rows, slots.row_R, experts.gate_up.recipe, keep)
+        gate_up = grouped_linear(operand, experts.gate_up.operand(), slots.ends_E)
+        self._x = x_RH if keep else rows
         self._gate_up = None if self._recompute == "full" else gate_up
-        act = expert_activation(gate_up, self._w_R, experts.glu, _data(experts.gate_up_bias), slots.expert_R)
-        y_RH = grouped_linear(act, experts.down.data, slots.ends_E)
+        act = expert_activation(gate_up, slots.weight_R, experts.glu, up_bias, slots.expert_R, recipe)
+        y_RH = grouped_linear(act, experts.down.operand(), slots.ends_E)
         down_bias = experts.down_bias
-        bias = None if down_bias is None else SlotBias(down_bias.data, slots.expert_R, self._w_R)
+        bias = None if down_bias is None else SlotBias(down_bias.data, slots.expert_R, slots.weight_R)
         return ordered_sum(y_RH, slots.slot_U1q, bias)
 
     def rerun(self) -> None:
         """Compute gate and up again, if they were not kept. The backward does; earlier, it may hide a transfer."""
         if self._gate_up is None:
-            x_RH = gather_rows(self._x, self._slots.row_R)
-            self._gate_up = grouped_linear(x_RH, self._experts.gate_up.data, self._slots.ends_E)
+            weight = self._experts.gate_up
+            operand, _ = _gathered(self._x, self._slots.row_R, weight.recipe, keep=False)
+            self._gate_up = grouped_linear(operand, weight.operand(), self._slots.ends_E)
 
     def backward(self, dout_UH: Tensor, ready: list[WeightGrad]) -> tuple[Tensor, Tensor]:
         """-> (drows [U, H] in compute dtype, dweights [U, q] fp32); appends a closure for each weight and bias."""
         self.rerun()
         experts, slots, x, gu = self._experts, self._slots, self._x, self._gate_up
         assert gu is not None
-        w_R, expert_R, ends = self._w_R, slots.expert_R, slots.ends_E
+        w_R, expert_R, ends = slots.weight_R, slots.expert_R, slots.ends_E
         row_R = None if self._recompute == "none" else slots.row_R
-        dy_RH = gather_rows(dout_UH, slots.row_R)
+        operand, dy_RH = _gathered(dout_UH, slots.row_R, experts.down.recipe, keep=row_R is None)
         dy = dy_RH if row_R is None else dout_UH  # from here to W, x and dy are alike
-        da = grouped_linear_dx(dy_RH, experts.down.data, ends)
-        gate_up_bias = _data(experts.gate_up_bias)
-        dgu, dw_R, act = expert_activation_backward(da, gu, w_R, experts.glu, gate_up_bias, expert_R)
+        da = grouped_linear_dx(operand, experts.down.operand(), ends)
+        up_bias, recipe = _data(experts.gate_up_bias), experts.gate_up.recipe
+        dgu, dw_R, act, operand = expert_activation_backward(da, gu, w_R, experts.glu, up_bias, expert_R, recipe)
         if experts.down_bias is not None:
             bias_EH = experts.down_bias.data  # <dout, b_e> of each row and expert: less than one of each slot
             dw_R += F.linear(dout_UH.to(bias_EH.dtype), bias_EH)[slots.row_R, expert_R]
-        dx_RH = grouped_linear_dx(dgu, experts.gate_up.data, ends)
+        dx_RH = grouped_linear_dx(operand, experts.gate_up.operand(), ends)
         drows = ordered_sum(dx_RH, slots.slot_U1q)
         dweights = w_R.new_zeros(self._records)
         dweights.view(-1)[slots.record_R] = dw_R
@@ -126,8 +133,17 @@ class ExpertSegment:
             ready.append(lambda: down_bias.add(add_down_bias))
         if (up_bias := experts.gate_up_bias) is not None:
             ready.append(lambda: up_bias.add(add_gate_up_bias))
-        del self._x, self._gate_up, self._w_R, self._slots
+        del self._x, self._gate_up, self._slots
         return drows, dweights
+
+
+def _gathered(rows: Tensor, row_R: Tensor, recipe: Recipe | None, keep: bool) -> tuple[Tensor | Fp8, Tensor]:
+    """(what a product of rows[row] takes, rows[row] in compute dtype: without `keep` perhaps `rows`, for nobody)."""
+    if recipe is None:
+        x_RH = gather_rows(rows, row_R)
+        return x_RH, x_RH
+    operand, x_RH = fp8.gather(rows, row_R, recipe, keep)
+    return operand, rows if x_RH is None else x_RH
 
 
 def _slots_of(kept: Tensor, row_R: Tensor | None) -> Tensor:

@@ -13,17 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pithtrain.ops import fp8
+from pithtrain.ops.fp8 import Fp8, Fp8Weight
 from pithtrain.ops.linear import add_sum, add_weight_grad, has_kernel
 
 
-def grouped_linear(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """x W_e^T for the rows of each expert e -> [R, N]."""
-    return _grouped(x_RK, w_ENK.transpose(1, 2), ends_E)
+def grouped_linear(x_RK: Tensor | Fp8, weight: Tensor | Fp8Weight, ends_E: Tensor) -> Tensor:
+    """x W_e^T for the rows of each expert e -> [R, N]. W [E, N, K] and x both in 8 bits, or neither."""
+    if isinstance(weight, Fp8Weight):
+        assert isinstance(x_RK, Fp8), "an 8-bit weight takes an 8-bit operand"
+        return fp8.grouped_product(x_RK, weight.forward, ends_E, weight.recipe)
+    assert isinstance(x_RK, Tensor), "a weight in compute dtype takes an operand of its kind"
+    return _grouped(x_RK, weight.transpose(1, 2), ends_E)
 
 
-def grouped_linear_dx(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_linear_dx(dy_RN: Tensor | Fp8, weight: Tensor | Fp8Weight, ends_E: Tensor) -> Tensor:
     """dy W_e for the rows of each expert e -> [R, K]."""
-    return _grouped(dy_RN, w_ENK, ends_E)
+    if isinstance(weight, Fp8Weight):
+        assert isinstance(dy_RN, Fp8), "an 8-bit weight takes an 8-bit operand"
+        return fp8.grouped_product(dy_RN, weight.dgrad, ends_E, weight.recipe)
+    assert isinstance(dy_RN, Tensor), "a weight in compute dtype takes an operand of its kind"
+    return _grouped(dy_RN, weight, ends_E)
 
 
 def _grouped(x: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pithtrain.ops import fp8
+from pithtrain.ops.fp8 import Fp8, Fp8Weight, Recipe
+
 WeightGrad = Callable[[], None]  # a closure that adds one contribution to one main gradient
 
 
@@ -44,6 +47,10 @@ class Weight:
     `accumulate_dtype`. `add` is how every contribution arrives, so that the owner of `main_grad` can count them.
     `beta`, as in a GEMM's `beta C + A B`: 0 until the step's first contribution, which overwrites what is there, so
     that nothing clears 4 bytes a parameter and the first contribution reads none; then 1.
+
+    With a `recipe` products take it in 8 bits. Those forms are made when a version of `data` is first used, and serve
+    all micro-batches, forward and backward, and an evaluation. Whoever writes `data` raises `version`: torch's own
+    count misses collectives and our kernels, and catches what else writes in place.
     """
 
     name: str
@@ -51,6 +58,19 @@ class Weight:
     main_grad: Tensor
     contributed: Callable[[], None] = field(default=lambda: None)
     beta: int = 1
+    recipe: Recipe | None = None
+    version: int = 0
+    _forms: tuple[tuple[int, int], Fp8Weight] | None = None
+
+    def operand(self) -> Tensor | Fp8Weight:
+        """What a product takes: `data`, or its 8-bit forms. `data` must have arrived."""
+        if self.recipe is None:
+            return self.data
+        version = self.version, self.data._version
+        if self._forms is None or self._forms[0] != version:
+            self._forms = None  # its memory serves the new ones
+            self._forms = version, fp8.quantize_weight(self.data, self.recipe)
+        return self._forms[1]
 
     def add(self, contribution: Callable[[Tensor, int], Any]) -> None:
         """main_grad = beta main_grad + what `contribution(main_grad, beta)` brings; tells the owner."""
@@ -141,16 +161,20 @@ def add_sum(main_grad: Tensor, beta: int, value: Tensor) -> None:
 class Linears:
     """The matmuls of one call of one region: `lin("q_proj", x)` is x W^T (+ b) and remembers what dW needs."""
 
-    def __init__(self, weights: Mapping[str, Tensor], taps: dict[str, Tensor] | None):
-        """`weights`: matrices, and biases under `NAME.bias`. `taps`: those that exist already, new ones are added; None
-        where no gradient is wanted."""
+    def __init__(self, weights: Mapping[str, Any], taps: dict[str, Tensor] | None):
+        """`weights`: `Weight.operand()` of matrices, and of biases under `NAME.bias`. `taps`: those that exist already,
+        new ones are added; None where no gradient is wanted."""
         self._weights, self._taps = weights, taps
+        self._last: tuple[Tensor, Fp8] | None = None
         self.operands: dict[str, Tensor] = {}
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the weight's dtype (a router weight is fp32, so is its product)."""
         weight, bias = self._weights[name], self._weights.get(f"{name}.bias")
-        if has_kernel(x) and weight.dtype == torch.float32:
+        if isinstance(weight, Fp8Weight):
+            y = fp8.linear(x, self._quantized(x, weight.recipe), weight)
+            y = y if bias is None else y + bias.to(y.dtype)
+        elif has_kernel(x) and weight.dtype == torch.float32:
             y = _WideLinear.apply(x, weight)
             assert isinstance(y, Tensor)
             y = y if bias is None else y + bias
@@ -162,6 +186,12 @@ class Linears:
             self._taps[name] = _tap(y.shape, y.dtype, y.device)
         self.operands[name] = x.detach()
         return _Tap.apply(y, self._taps[name])  # pyright: ignore[reportReturnType]
+
+    def _quantized(self, x: Tensor, recipe: Recipe) -> Fp8:
+        """Once for linears that follow each other with the same x: q, k and v; gate and up."""
+        if self._last is None or self._last[0] is not x:
+            self._last = x, fp8.quantize(x.detach().reshape(-1, x.shape[-1]), recipe)
+        return self._last[1]
 
 
 def _tap(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -182,7 +212,7 @@ Called = tuple[tuple[Tensor, ...], Any, dict[str, Tensor]]  # outputs, extra, op
 
 def call(
     fn: Callable[..., tuple[tuple[Tensor, ...], Any]],
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor | Fp8Weight],
     vectors: Mapping[str, Tensor],
     taps: dict[str, Tensor] | None,
     inputs: tuple[Tensor, ...],
@@ -264,7 +294,8 @@ class Segment:
         if keep:
             outputs, self.extra = self._record()
         else:
-            weights, vectors = ({name: w.data for name, w in x.items()} for x in (region.matrices, region.vectors))
+            weights = {name: w.operand() for name, w in region.matrices.items()}
+            vectors = {name: w.data for name, w in region.vectors.items()}
             with torch.no_grad():
                 outputs, self.extra, _ = region.call(region.fn, weights, vectors, None, (*self._leaves, *given))
         self.outputs = tuple(y.detach() for y in outputs)
@@ -281,7 +312,7 @@ class Segment:
 
     def _record(self, *ids_TK: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         region = self._region
-        weights = {name: w.data for name, w in region.matrices.items()}
+        weights = {name: w.operand() for name, w in region.matrices.items()}
         vectors = {name: w.data.detach().requires_grad_() for name, w in region.vectors.items()}
         taps = {name: _tap(*like, self._leaves[0].device) for name, like in region.taps.items()}
         with torch.enable_grad():

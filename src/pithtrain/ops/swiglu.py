@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pithtrain.ops import fp8
+from pithtrain.ops.fp8 import Fp8, Recipe
 from pithtrain.ops.linear import accumulate_dtype, has_kernel
 
 
@@ -77,22 +79,41 @@ def biased(y_RN: Tensor, bias_EN: Tensor | None, expert_R: Tensor) -> Tensor:
     return y_RN if bias_EN is None else bias_EN[expert_R].add_(y_RN)
 
 
-def expert_activation(gate_up: Tensor, weight: Tensor, glu: Glu, bias_EN: Tensor | None, expert_R: Tensor) -> Tensor:
-    """w * act(gate_up + b of its expert), [R, I] in gate_up's dtype: one pass on CUDA."""
+def expert_activation(
+    gate_up: Tensor, weight: Tensor, glu: Glu, bias_EN: Tensor | None, expert_R: Tensor, recipe: Recipe | None = None
+) -> Tensor | Fp8:
+    """w * act(gate_up + b of its expert), [R, I] in gate_up's dtype, or that in 8 bits: one pass on CUDA."""
     if has_kernel(gate_up):
-        from pithtrain.ops import kernels
+        from pithtrain.ops import fp8_kernels, kernels
 
-        return kernels.glu(gate_up, weight, glu.alpha, glu.limit, glu.offset, bias_EN, expert_R)
-    return weighted_swiglu(biased(gate_up, bias_EN, expert_R), weight, glu, gate_up.dtype)
+        options = (glu.alpha, glu.limit, glu.offset, bias_EN, expert_R)
+        if recipe is not None and fp8_kernels.glu_fits(gate_up, fp8.GROUP[recipe]):
+            return fp8_kernels.glu(gate_up, weight, *options, fp8.GROUP[recipe])
+        act = kernels.glu(gate_up, weight, *options)
+    else:
+        act = weighted_swiglu(biased(gate_up, bias_EN, expert_R), weight, glu, gate_up.dtype)
+    return act if recipe is None else fp8.quantize(act, recipe)
 
 
 def expert_activation_backward(
-    da: Tensor, gate_up: Tensor, weight: Tensor, glu: Glu, bias_EN: Tensor | None, expert_R: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32, a [R, I] in da's dtype): one pass on CUDA. The
-    weight gradient of the down projection wants a, which a forward need not keep for it."""
+    da: Tensor,
+    gate_up: Tensor,
+    weight: Tensor,
+    glu: Glu,
+    bias_EN: Tensor | None,
+    expert_R: Tensor,
+    recipe: Recipe | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | Fp8]:
+    """da [R, I] -> (d gate_up [R, 2I] in da's dtype, d weight [R] fp32, a [R, I] in da's dtype, and what the next input
+    gradient takes: d gate_up, or that in 8 bits too): one pass on CUDA. The weight gradient of the down projection
+    wants a, which a forward need not keep for it."""
     if has_kernel(gate_up):
-        from pithtrain.ops import kernels
+        from pithtrain.ops import fp8_kernels, kernels
 
-        return kernels.glu_backward(da, gate_up, weight, glu.alpha, glu.limit, glu.offset, bias_EN, expert_R)
-    return weighted_swiglu_backward(da, biased(gate_up, bias_EN, expert_R), weight, glu)
+        options = (glu.alpha, glu.limit, glu.offset, bias_EN, expert_R)
+        if recipe is not None and fp8_kernels.glu_fits(gate_up, fp8.GROUP[recipe]):
+            return fp8_kernels.glu_backward(da, gate_up, weight, *options, fp8.GROUP[recipe])
+        dgate_up, dweight, act = kernels.glu_backward(da, gate_up, weight, *options)
+    else:
+        dgate_up, dweight, act = weighted_swiglu_backward(da, biased(gate_up, bias_EN, expert_R), weight, glu)
+    return dgate_up, dweight, act, dgate_up if recipe is None else fp8.quantize(dgate_up, recipe)

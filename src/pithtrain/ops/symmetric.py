@@ -72,18 +72,6 @@ class Signals(Protocol):
     def wait_signal(self, src_rank: int, channel: int) -> None: ...
 
 
-def places(counts_GG2: Tensor, rank: int) -> Tensor:
-    """[6, G] int32, what the host needs of the (rows, slots) that every rank has for every other: rows to and from each
-    rank, slots from each, the first row of ours in what each receives on the way out and on the way home, and the most
-    that each receives on either way."""
-    rows_GG = counts_GG2[:, :, 0]
-    out = rows_GG.cumsum(0) - rows_GG  # [from, to]: rows for `to` of the ranks before `from`
-    home = rows_GG.cumsum(1) - rows_GG  # the same of the transpose
-    most = torch.maximum(rows_GG.sum(0), rows_GG.sum(1))
-    told = rows_GG[rank], rows_GG[:, rank], counts_GG2[:, rank, 1], out[rank], home[:, rank], most
-    return torch.stack([row.to(torch.int32) for row in told])
-
-
 def regions(capacity: int, row_bytes: Sequence[int]) -> list[int]:
     """Where each tensor of an exchange begins in a set, in bytes, if all have `capacity` rows; then the whole size."""
     begins = [0]
@@ -141,14 +129,6 @@ class Peers:
         """The current stream waits for every peer's signal."""
         for peer in self._others:
             self._signals.wait_signal(peer, channel)
-
-    def tell(self, counts_G2: Tensor) -> Tensor:
-        """`places` of the (rows, slots) int32 that each rank has for each; all on the current stream."""
-        ranks = len(self._sets)
-        equal = [ranks] * ranks
-        [counts], channel = self.put([counts_G2.repeat(ranks, 1)], Blocks(equal, equal, [self._rank * ranks] * ranks))
-        self.wait(channel)
-        return places(counts.view(ranks, ranks, 2), self._rank)
 
 
 def open_peers(

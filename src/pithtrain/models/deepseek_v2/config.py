@@ -199,7 +199,8 @@ class Config(Strict):
         yield vector(f"{prefix}.input_layernorm.weight", (H,), "ones", layer)
         for name, out, width, biased in self._projections():
             bias = biased and self.attention_bias
-            yield from linear(f"{prefix}.self_attn.{name}", (out, width), std, layer, bias=bias)
+            latent = name.startswith("kv_")  # narrow, and what all keys and values are made of, on whatever rank
+            yield from linear(f"{prefix}.self_attn.{name}", (out, width), std, layer, bias=bias, exact=latent)
         if self.q_lora_rank is not None:
             yield vector(f"{prefix}.self_attn.q_a_layernorm.weight", (self.q_lora_rank,), "ones", layer)
         yield vector(f"{prefix}.self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), "ones", layer)

@@ -1,0 +1,396 @@
+"""The Triton kernels of 8-bit operands (`ops/fp8`): quantisers that read bf16 once, and the experts' product.
+
+The quantisers give the bits of their twins: a power of two times a value is exact, so all that is rounded is the one
+conversion to e4m3. A gated activation is rounded to bf16 first, as where the two passes are apart.
+
+`benchmarks/kernels.py` times each beside its twin and its ceiling; like `kernels`, imported where a tensor is on CUDA.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pithtrain.ops.fp8 import E4M3, Fp8
+from pithtrain.ops.kernels import _block, _gate_and_up, _options
+
+constexpr = tl.constexpr
+MOST = 4096  # values that a program of the gated activations holds of each half
+
+
+@triton.jit
+def _amax(x, axis: constexpr):
+    """Bits of the largest |x|. As integers an Inf is above all numbers and a NaN above it, where a maximum of floats
+    would lose it."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+
+
+@triton.jit
+def _scales(bits):
+    """`fp8.scales`."""
+    k = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    k = tl.where(bits == 0, 0, tl.maximum(k, -126))
+    scale = ((127 + k) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - k) << 23).to(tl.float32, bitcast=True)
+    nan = bits >= 0x7F800000
+    return tl.where(nan, float("nan"), scale), tl.where(nan, float("nan"), inverse)
+
+
+@triton.jit
+def _store(
+    x,
+    r,
+    rows,
+    first: constexpr,
+    out,
+    scale,
+    W: constexpr,
+    WHOLE: constexpr,
+    GROUP: constexpr,
+    R: constexpr,
+    BLOCK: constexpr,
+):
+    """Quantise x [R, BLOCK], zero beyond its width, and store it from column `first` of rows r [R] of out [rows, W]."""
+    groups: constexpr = BLOCK // GROUP
+    x = tl.reshape(x, [R, groups, GROUP])
+    s, inverse = _scales(_amax(x, 2))
+    q = tl.reshape(x * inverse[:, :, None], [R, BLOCK]).to(out.dtype.element_ty)
+    cols = tl.arange(0, BLOCK)
+    keep = (r < rows)[:, None]
+    tl.store(out + r[:, None] * WHOLE + first + cols[None, :], q, mask=keep & (cols < W)[None, :])
+    at = tl.arange(0, groups)
+    tl.store(
+        scale + (first // GROUP + at)[None, :].to(tl.int64) * rows + r[:, None],
+        s,
+        mask=keep & (at * GROUP < W)[None, :],
+    )
+
+
+# ---- activations and gradients ---------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize_rows(
+    x,
+    row,
+    out,
+    scale,
+    copy,
+    rows,
+    W: constexpr,
+    GROUP: constexpr,
+    GATHER: constexpr,
+    COPY: constexpr,
+    R: constexpr,
+    BLOCK: constexpr,
+):
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    cols = tl.arange(0, BLOCK)
+    keep = (r < rows)[:, None] & (cols < W)[None, :]
+    source = r
+    if GATHER:
+        source = tl.load(row + r, mask=r < rows, other=0)
+    values = tl.load(x + source[:, None] * W + cols[None, :], mask=keep, other=0.0)
+    if COPY:
+        tl.store(copy + r[:, None] * W + cols[None, :], values, mask=keep)
+    _store(values.to(tl.float32), r, rows, 0, out, scale, W, W, GROUP, R, BLOCK)
+
+
+def _empty(like: Tensor, rows: int, width: int, group: int) -> Fp8:
+    blocks = -(-width // group) if group else 1
+    scale = torch.empty(blocks, rows, dtype=torch.float32, device=like.device).t()
+    return Fp8(torch.empty(rows, width, dtype=E4M3, device=like.device), scale, like.dtype)
+
+
+def quantize_rows(
+    x_UW: Tensor, group: int, row_R: Tensor | None = None, keep: bool = False
+) -> tuple[Fp8, Tensor | None]:
+    """`fp8.quantize_rows` of x, or of x[row]; with `keep` the values come along. A program per 4,096 of them."""
+    x_UW, width = x_UW.contiguous(), x_UW.shape[1]
+    rows = len(x_UW if row_R is None else row_R)
+    out, copy = _empty(x_UW, rows, width, group), x_UW.new_empty(rows, width) if keep else None
+    block = max(triton.next_power_of_2(width), group)
+    at_once = max(1, 4096 // block)
+    if rows:
+        _quantize_rows[(triton.cdiv(rows, at_once),)](
+            *(x_UW, row_R, out.data, out.scale, copy, rows),
+            *(width, group or block, row_R is not None, keep, at_once, block),
+            num_warps=min(32, max(4, block // 512)),
+        )
+    return out, copy
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _glu_fp8(
+    gate_up,
+    weight,
+    bias,
+    expert,
+    out,
+    scale,
+    rows,
+    width: constexpr,
+    ALPHA: constexpr,
+    LIMIT: constexpr,
+    OFFSET: constexpr,
+    BIAS: constexpr,
+    GROUP: constexpr,
+    BLOCK: constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < width
+    g, u, _, _ = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
+    a = tl.load(weight + r) * (g * tl.sigmoid(ALPHA * g) * (u + OFFSET))
+    a = tl.where(keep, a.to(gate_up.dtype.element_ty).to(tl.float32), 0.0)
+    _store(tl.reshape(a, [1, BLOCK]), r + tl.arange(0, 1), rows, 0, out, scale, width, width, GROUP, 1, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _glu_backward_fp8(
+    da,
+    gate_up,
+    weight,
+    bias,
+    expert,
+    dgate_up,
+    dweight,
+    act,
+    out,
+    scale,
+    rows,
+    width: constexpr,
+    ALPHA: constexpr,
+    LIMIT: constexpr,
+    OFFSET: constexpr,
+    BIAS: constexpr,
+    GROUP: constexpr,
+    BLOCK: constexpr,
+):
+    """GROUP 0: one scale for both halves of a row."""
+    r = tl.program_id(0).to(tl.int64)
+    w = tl.load(weight + r)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < width
+    g, u, g_beyond, u_beyond = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
+    u += OFFSET
+    d = tl.load(da + r * width + cols, mask=keep, other=0.0).to(tl.float32)
+    s = tl.sigmoid(ALPHA * g)
+    silu = g * s
+    tl.store(dweight + r, tl.sum(d * silu * u, 0))
+    tl.store(act + r * width + cols, (w * (silu * u)).to(act.dtype.element_ty), mask=keep)
+    d *= w
+    dg = tl.where(g_beyond, 0.0, d * u * (s + ALPHA * silu * (1 - s))).to(dgate_up.dtype.element_ty)
+    du = tl.where(u_beyond, 0.0, d * silu).to(dgate_up.dtype.element_ty)
+    at = dgate_up + r * 2 * width + cols
+    tl.store(at, dg, mask=keep)
+    tl.store(at + width, du, mask=keep)
+    dg = tl.where(keep, dg.to(tl.float32), 0.0)
+    du = tl.where(keep, du.to(tl.float32), 0.0)
+    if GROUP == 0:
+        one, inverse = _scales(tl.maximum(_amax(dg, 0), _amax(du, 0)))
+        tl.store(scale + r, one)
+        at = out + r * 2 * width + cols
+        tl.store(at, (dg * inverse).to(out.dtype.element_ty), mask=keep)
+        tl.store(at + width, (du * inverse).to(out.dtype.element_ty), mask=keep)
+    else:
+        row = r + tl.arange(0, 1)
+        _store(tl.reshape(dg, [1, BLOCK]), row, rows, 0, out, scale, width, 2 * width, GROUP, 1, BLOCK)
+        _store(tl.reshape(du, [1, BLOCK]), row, rows, width, out, scale, width, 2 * width, GROUP, 1, BLOCK)
+
+
+def glu_fits(gate_up: Tensor, group: int) -> bool:
+    """Whether a program holds a row, and no block spans gate and up."""
+    width = gate_up.shape[1] // 2
+    return width <= MOST and not (group and width % group)
+
+
+def glu(
+    gate_up: Tensor,
+    weight: Tensor,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    bias_EN: Tensor | None,
+    expert_R: Tensor,
+    group: int,
+) -> Fp8:
+    """`kernels.glu`, quantised: bf16 is read and 8 bits are written. A program per row."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out, block = _empty(gate_up, rows, width, group), max(triton.next_power_of_2(width), group)
+    if rows:
+        _glu_fp8[(rows,)](
+            *(gate_up, weight, bias_EN, expert_R, out.data, out.scale, rows),
+            *(*_options(width, alpha, limit, offset, bias_EN)[:5], group or block, block),
+            num_warps=max(4, block // 512),
+        )
+    return out
+
+
+def glu_backward(
+    da: Tensor,
+    gate_up: Tensor,
+    weight: Tensor,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+    bias_EN: Tensor | None,
+    expert_R: Tensor,
+    group: int,
+) -> tuple[Tensor, Tensor, Tensor, Fp8]:
+    """`kernels.glu_backward`, and d gate_up quantised too. A program per row."""
+    rows, width = da.shape
+    dgate_up, dweight, act = da.new_empty(gate_up.shape), torch.empty_like(weight), torch.empty_like(da)
+    out, block = _empty(gate_up, rows, 2 * width, group), max(triton.next_power_of_2(width), group)
+    if rows:
+        _glu_backward_fp8[(rows,)](
+            *(da, gate_up, weight, bias_EN, expert_R, dgate_up, dweight, act, out.data, out.scale, rows),
+            *(*_options(width, alpha, limit, offset, bias_EN)[:5], group, block),
+            num_warps=max(4, block // 512),
+        )
+    return dgate_up, dweight, act, out
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _quantize_blocks(
+    w, out, scale, turned, turned_scale, N: constexpr, K: constexpr, N4: constexpr, K4: constexpr, B: constexpr
+):
+    """A program per 128 x 128 of one of E matrices; N4 and K4 are the widths of rows of scales."""
+    tiles_n: constexpr = N // B
+    tiles_k: constexpr = K // B
+    e = (tl.program_id(0) // (tiles_n * tiles_k)).to(tl.int64)
+    tile = tl.program_id(0) % (tiles_n * tiles_k)
+    i = tile // tiles_k
+    j = tile % tiles_k
+    ns = i * B + tl.arange(0, B)
+    ks = j * B + tl.arange(0, B)
+    x = tl.load(w + e * N * K + ns[:, None] * K + ks[None, :]).to(tl.float32)
+    s, inverse = _scales(tl.max(_amax(x, 1), 0))
+    q = (x * inverse).to(out.dtype.element_ty)
+    tl.store(out + e * N * K + ns[:, None] * K + ks[None, :], q)
+    tl.store(turned + e * N * K + ks[:, None] * N + ns[None, :], tl.trans(q))
+    tl.store(scale + (e * tiles_n + i) * K4 + j, s)
+    tl.store(turned_scale + (e * tiles_k + j) * N4 + i, s)
+
+
+@triton.jit
+def _quantize_columns(w, out, scale, N: constexpr, K: constexpr, BN: constexpr, BK: constexpr):
+    """W^T with a scale per column of W: a program per matrix and BK columns, which it reads twice."""
+    tiles_k: constexpr = (K + BK - 1) // BK
+    e = (tl.program_id(0) // tiles_k).to(tl.int64)
+    ks = tl.program_id(0) % tiles_k * BK + tl.arange(0, BK)
+    bits = tl.zeros([BK], tl.int32)
+    for n in range(0, N, BN):
+        ns = n + tl.arange(0, BN)
+        keep = (ns < N)[:, None] & (ks < K)[None, :]
+        x = tl.load(w + e * N * K + ns[:, None] * K + ks[None, :], mask=keep, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, _amax(x, 0))
+    s, inverse = _scales(bits)
+    tl.store(scale + e * K + ks, s, mask=ks < K)
+    for n in range(0, N, BN):
+        ns = n + tl.arange(0, BN)
+        keep = (ns < N)[:, None] & (ks < K)[None, :]
+        x = tl.load(w + e * N * K + ns[:, None] * K + ks[None, :], mask=keep, other=0.0).to(tl.float32)
+        q = tl.trans((x * inverse[None, :]).to(out.dtype.element_ty))
+        tl.store(out + e * N * K + ks[:, None] * N + ns[None, :], q, mask=(ks < K)[:, None] & (ns < N)[None, :])
+
+
+def quantize_weight(w: Tensor, group: int) -> tuple[Fp8, Fp8]:
+    """Both forms of W [..., N, K]: `group` 128 is blocks of 128 x 128, 0 a scale per row of each form."""
+    (n, k), tail = w.shape[-2:], w.shape[:-2]
+    matrices = w.numel() // (n * k)
+    data, turned = (torch.empty(*tail, *size, dtype=E4M3, device=w.device) for size in ((n, k), (k, n)))
+    if group:
+        assert n % 128 == k % 128 == 0 and group == 128, "blocks are whole"
+        (nb, kb), (n4, k4) = (n // 128, k // 128), (-(-n // 512) * 4, -(-k // 512) * 4)
+        scale, turned_scale = (torch.ones(*tail, *size, device=w.device) for size in ((nb, k4), (kb, n4)))
+        _quantize_blocks[(matrices * nb * kb,)](w, data, scale, turned, turned_scale, n, k, n4, k4, 128, num_warps=8)
+        return Fp8(data, scale, w.dtype), Fp8(turned, turned_scale, w.dtype)
+    forward, _ = quantize_rows(w.view(-1, k), 0)
+    turned_scale = torch.empty(*tail, k, 1, device=w.device)
+    _quantize_columns[(matrices * triton.cdiv(k, 32),)](w, turned, turned_scale, n, k, _block(n, 128), 32)
+    scale = forward.scale.view(*tail, n, 1)
+    return Fp8(forward.data.view(w.shape), scale, w.dtype), Fp8(turned, turned_scale, w.dtype)
+
+
+# ---- the product of routed experts -----------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _grouped_product(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    out,
+    ends,
+    rows,
+    E: constexpr,
+    N: constexpr,
+    K: constexpr,
+    K4: constexpr,
+    BR: constexpr,
+    B: constexpr,
+    EXPERTS: constexpr,
+):
+    """A program per BR rows of one expert and B = 128 outputs. How many tiles an expert has is known on the device
+    alone, so each program counts; those beyond the last tile leave."""
+    tiles_n: constexpr = N // B
+    tile = tl.program_id(0) // tiles_n
+    i = tl.program_id(0) % tiles_n
+    experts = tl.arange(0, EXPERTS)
+    begin = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    end = tl.load(ends + experts, mask=experts < E, other=0)
+    tiles = tl.where(experts < E, (end - begin + BR - 1) // BR, 0)
+    until = tl.cumsum(tiles, 0)
+    e = tl.sum(((until <= tile) & (experts < E)).to(tl.int32), 0)
+    if e < E:
+        mine = experts == e
+        first = tl.sum(tl.where(mine, begin + (tile - until + tiles) * BR, 0), 0)
+        last = tl.sum(tl.where(mine, end, 0), 0)
+        r = (first + tl.arange(0, BR)).to(tl.int64)
+        ns = i * B + tl.arange(0, B)
+        ks = tl.arange(0, B)
+        keep = r < last
+        at = x + r[:, None] * K + ks[None, :]
+        matrix = w + e.to(tl.int64) * N * K + ns[:, None] * K + ks[None, :]
+        scales = w_scale + (e * tiles_n + i) * K4
+        total = tl.zeros([BR, B], tl.float32)
+        for j in range(K // B):
+            a = tl.load(at + j * B, mask=keep[:, None], other=0.0)
+            b = tl.load(matrix + j * B)
+            s = tl.load(x_scale + j * rows + r, mask=keep, other=0.0) * tl.load(scales + j)
+            total += tl.dot(a, tl.trans(b)) * s[:, None]
+        tl.store(out + r[:, None] * N + ns[None, :], total.to(out.dtype.element_ty), mask=keep[:, None])
+
+
+class Tiles(NamedTuple):
+    """Of the product: rows of a program, its warps, and loads in flight."""
+
+    rows: int = 128
+    warps: int = 8
+    stages: int = 4
+
+
+PRODUCT_TILES = Tiles()  # `benchmarks/kernels.py --tune` measures others
+
+
+def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, tiles: Tiles = PRODUCT_TILES) -> Tensor:
+    """x [R, K] times w_e [N, K]^T, blockwise: 128 products are summed by the tensor cores, and their sum is scaled and
+    added in fp32. No host read: the grid has room for every expert's last, partial tile."""
+    rows, (experts, n, k) = len(x.data), w.data.shape
+    assert n % 128 == k % 128 == 0, "blocks are whole"
+    out = torch.empty(rows, n, dtype=x.wide, device=x.data.device)
+    if rows:
+        _grouped_product[((rows // tiles.rows + min(experts, rows)) * (n // 128),)](
+            *(x.data, x.scale, w.data, w.scale, out, ends_E, rows),
+            *(experts, n, k, w.scale.shape[-1], tiles.rows, 128, triton.next_power_of_2(experts)),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return out
