@@ -573,20 +573,14 @@ def _check_forced(moe: MoeSection, checkpoint: CheckpointSection) -> Problems:
         yield Problem("checkpoint.export_hf", checkpoint.export_hf, rule, "set it to null")
 
 
-def _check_fp8(
-    fp8: Fp8Section, model: ModelSection, training: TrainingSection, parallelism: ParallelismSection
-) -> Problems:
+def _check_fp8(fp8: Fp8Section, model: ModelSection, training: TrainingSection) -> Problems:
     if not fp8.enabled:
         return
     dtype = training.compute_dtype
-    tokens = training.micro_batch_size * training.sequence_length // parallelism.context_parallel_size
     if dtype == "float64" or (dtype == "float32" and training.device != "cpu"):
         rule = f"makes 8-bit operands of bfloat16, and training.compute_dtype is {dtype}"
         hint = "set it to bfloat16; float32 works with training.device=cpu, which emulates"
         yield Problem("fp8.enabled", True, rule, hint)
-    if fp8.recipe == "blockwise" and tokens % 4:
-        rule = f"needs a multiple of 4 tokens a micro-batch on each rank, and here are {tokens}"
-        yield Problem("training.sequence_length", training.sequence_length, f"fp8.recipe: blockwise {rule}")
     multiples = {"rowwise": 16, "mxfp8": 32, "blockwise": 128}
     ours = multiples[fp8.recipe]
     odd = [p for p in model.config.parameters() if p.fp8 and any(size % ours for size in p.shape[-2:])]
@@ -597,6 +591,13 @@ def _check_fp8(
         rule += f"{first.shape[-1]}" + (f" (of {kinds} kinds)" if kinds > 1 else "")
         hint = f"use {' or '.join(fits)}" if fits else "set fp8.enabled=false, or change the model's widths"
         yield Problem("fp8.recipe", fp8.recipe, rule, hint)
+
+
+def _check_fp8_tokens(fp8: Fp8Section, training: TrainingSection, parallelism: ParallelismSection) -> Problems:
+    tokens = training.micro_batch_size * training.sequence_length // parallelism.context_parallel_size
+    if fp8.enabled and fp8.recipe == "blockwise" and tokens % 4:
+        rule = f"needs a multiple of 4 tokens a micro-batch on each rank, and here are {tokens}"
+        yield Problem("training.sequence_length", training.sequence_length, f"fp8.recipe: blockwise {rule}")
 
 
 def _check_data(data: DataSection) -> Problems:
@@ -778,6 +779,7 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
         _check_balance,
         _check_forced,
         _check_fp8,
+        _check_fp8_tokens,
         _check_data,
         _check_checkpoint,
         _check_beginning,
