@@ -35,8 +35,11 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("slurm", "demo")]  # as pyproject.toml has it
+
+import cluster
 from harness import MODEL
-from pithtrain import cluster, rundir
+from pithtrain import rundir
 from pithtrain.catalog import folder as checkpoint_folder
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load

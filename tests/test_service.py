@@ -28,11 +28,12 @@ import numpy as np
 import pytest
 import yaml
 
+import cluster
 import pithtrain
 from conftest import NO_SLURM
 from fake_run import FINISHES, HEAD, TAIL, WAITS_FOR_STOP, WORLD
 from harness import MODEL
-from pithtrain import catalog, cluster, rundir
+from pithtrain import catalog, rundir
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
 from test_data import make

@@ -35,9 +35,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-cluster_app = typer.Typer(help="A real Slurm on this machine, for trying and for tests.", no_args_is_help=True)
-app.add_typer(cluster_app, name="cluster")
-
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run spec, a YAML file.", show_default=False)]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the spec; may be repeated.")
@@ -50,10 +47,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to 
 class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
-
-
-DEMO_LOSS = 5.3  # nats per token, mean of the last 20 steps: what `make demo` must reach from ln(4096) = 8.3
-MEAN_OVER = 20
 
 
 def example(*lines: str) -> str:
@@ -104,16 +97,6 @@ def tokenize(
             inputs, output, tokenizer, text_key=text_key, eos=eos, overwrite=overwrite, progress=progress
         )
     print(report)
-
-
-@app.command(name="build-stdlib", epilog=example("pithtrain build-stdlib --output data/stdlib"))
-def build_stdlib(
-    output: Annotated[Path, typer.Option(help="Where tokenizer and tokens are made.")] = Path("data/stdlib"),
-) -> None:
-    """Make the demo's corpus and tokenizer from the Python standard library's own text, once (about 20 s)."""
-    from pithtrain import corpus
-
-    print(corpus.build_stdlib(output) or f"{output} is there already")
 
 
 # ---- starting a run --------------------------------------------------------------------------------------------------
@@ -250,28 +233,6 @@ def sweep(
                 print(f"the {number} runs above are submitted; `{show.me()} cancel RUN` ends one", file=sys.stderr)
             raise
         print(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
-
-
-@app.command(epilog=example("pithtrain demo"))
-def demo(
-    config: Annotated[Path, typer.Option(help="The spec to run.")] = Path("configs/tiny.yaml"),
-    name: Annotated[str | None, typer.Option(help="The run's name; demo-1, demo-2, ... otherwise.")] = None,
-) -> None:
-    """Everything once, on this machine: text, tokens, a submitted run of four processes, a falling loss."""
-    from pithtrain import corpus
-
-    print("corpus: the Python standard library's own text")
-    print(corpus.build_stdlib(Path("data/stdlib")) or "data/stdlib is there already")
-    taken = {run.name for run in rundir.runs(load(config).output_dir)}
-    name = name or next(free for number in range(1, 10**6) if (free := f"demo-{number}") not in taken)
-    run = _submit(_load(config, None, name))
-    began = time.time()
-    _wait(run)
-    last = [row["loss"] for row in rundir.read_lines(run.metrics)[-MEAN_OVER:]]
-    final = sum(last) / len(last)
-    show.console().print(show.demo_summary(run, time.time() - began, final, len(last)))
-    if not final < DEMO_LOSS:
-        raise RunFailed(f"the mean of the last {len(last)} losses is {final:.4f}, not below {DEMO_LOSS}")
 
 
 def _foreground(prepare: Callable[[], RunDir]) -> None:
@@ -570,46 +531,6 @@ def doctor(
     print(checking.as_json(checks) if as_json else checking.text(checks))
     if checking.failed(checks):
         raise SystemExit(1)
-
-
-Folder = Annotated[Path | None, typer.Option("--dir", help="Its folder; ~/.pithtrain/cluster otherwise.")]
-
-
-@cluster_app.command(
-    name="up", epilog=example("pithtrain cluster up", "export SLURM_CONF=~/.pithtrain/cluster/slurm.conf")
-)
-def cluster_up(
-    folder: Folder = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes, all of them this machine.")] = 2,
-    gpus: Annotated[int, typer.Option(min=1, help="Fake GPUs of a node.")] = 4,
-) -> None:
-    """Start a real Slurm on this machine, with fake GPUs."""
-    from pithtrain import cluster
-
-    where = folder or cluster.DEFAULT
-    began = cluster.up(where, nodes, gpus)
-    print(f"{'up' if began else 'it was up already'}: {where}")
-    print(f"  export SLURM_CONF={shlex.quote(str(cluster.status(where).conf))}")
-
-
-@cluster_app.command(name="down", epilog=example("pithtrain cluster down"))
-def cluster_down(folder: Folder = None) -> None:
-    """Cancel its jobs and stop it."""
-    from pithtrain import cluster
-
-    print("down" if cluster.down(folder or cluster.DEFAULT) else "it was not running")
-
-
-@cluster_app.command(name="status", epilog=example("pithtrain cluster status"))
-def cluster_status(folder: Folder = None) -> None:
-    """Its daemons, nodes and jobs."""
-    from pithtrain import cluster
-
-    now = cluster.status(folder or cluster.DEFAULT)
-    daemons = ", ".join(f"{name} {'runs' if alive else 'does not run'}" for name, alive in now.daemons.items())
-    print(f"{'up' if now.is_up else 'down'}: {daemons}")
-    print("\n".join(f"  {name}  {state}" for name, state in now.nodes.items()))
-    print(f"  jobs: {now.jobs}\n  export SLURM_CONF={shlex.quote(str(now.conf))}")
 
 
 @contextlib.contextmanager

@@ -248,7 +248,7 @@ def judge_devices(listed: str | None, seen: int, built_for: str | None, given: s
         why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
         mend = f"{why} says why: CUDA_VISIBLE_DEVICES is empty, or the driver older than CUDA {built_for}"
         return Check("devices", "FAIL", found, mend)
-    mend = "--exclude this node, whose driver is broken (the GPUs of `pithtrain cluster up` are fake: leave them)"
+    mend = "--exclude this node, whose driver is broken (the GPUs of `make cluster-up` are fake: leave them)"
     return _judge("devices", not given, f"Slurm gives {given} GPUs, no driver answers" if given else "no GPU", mend)
 
 
@@ -377,7 +377,7 @@ def _slurm() -> Iterator[Check]:
         took = time.monotonic() - began
         listed = slurm.call("scontrol", "show", "partition", "--oneliner")
     except SlurmError as error:
-        yield Check("slurm", "FAIL", str(error).splitlines()[0], "`pithtrain cluster status`, `scontrol ping`")
+        yield Check("slurm", "FAIL", str(error).splitlines()[0], "`make cluster-status`, `scontrol ping`")
         return
     yield Check("slurm", "OK", f"{config.get('SLURM_VERSION', '?')}, its controller answers in {took * 1e3:,.0f} ms")
     kept = f"an ended job is known for MinJobAge = {config.get('MinJobAge', '?')}, after that by its run directory"

@@ -185,23 +185,3 @@ def _tensors(tensors: dict[str, dict[str, Any]]) -> Table:
 def _size(count: int) -> str:
     """Bytes for people."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"
-
-
-def demo_summary(run: RunDir, seconds: float, final: float, mean_over: int) -> Table:
-    """The demo's table. `final`: the mean of the last `mean_over` losses."""
-    rows = rundir.read_lines(run.metrics)
-    speeds = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None)
-    table = Table(show_header=False, title=f"{run.name}: done")
-    for label, text in (
-        ("steps", f"{rows[-1]['step']} in {seconds:.0f} s"),
-        ("tokens", f"{rows[-1]['tokens_seen']:,}"),
-        ("first loss", f"{rows[0]['loss']:.4f}"),
-        (f"last loss, mean of {mean_over}", f"{final:.4f}"),
-        ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-"),
-        ("run directory", str(run.path)),
-        ("its log", f"{me()} logs {run.name}"),
-        ("go on with it", f"{me()} resume {run.name} --set training.max_steps={2 * rows[-1]['step']}"),
-        ("your own run", f"cp configs/tiny.yaml configs/mine.yaml; {me()} validate configs/mine.yaml"),
-    ):
-        table.add_row(label, text)
-    return table
