@@ -39,7 +39,12 @@ Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run spec, a YA
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the spec; may be repeated.")
 ]
+Name = Annotated[str | None, typer.Option("--name", help="The run's name; the spec's own otherwise.")]
+Force = Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, directory or job id.", show_default=False)]
+RunOrFolder = Annotated[
+    str, typer.Argument(metavar="RUN|FOLDER", help="A run, or the folder of a checkpoint.", show_default=False)
+]
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="The folder that holds the run directories.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 
@@ -67,7 +72,7 @@ def validate(config: Config, overrides: Set = None) -> None:
         except SlurmError as error:
             problems, notes = [], [f"the cluster could not be asked: {error}"]
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            _note(note)
         if problems:
             raise SpecError(problems, str(config))
     print(spec.to_yaml(), end="")
@@ -106,10 +111,10 @@ def tokenize(
 def submit(
     config: Config,
     overrides: Set = None,
-    name: Annotated[str | None, typer.Option(help="The run's name; the spec's own otherwise.")] = None,
+    name: Name = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print spec and sbatch script, touch nothing.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended, showing the loss.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Start a run through Slurm where it is configured, else as local processes in the background."""
@@ -128,7 +133,7 @@ def submit(
 def train(
     config: Config,
     overrides: Set = None,
-    name: Annotated[str | None, typer.Option(help="The run's name; the spec's own otherwise.")] = None,
+    name: Name = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory itself, instead of output_dir/name.")] = None,
 ) -> None:
     """Train in the foreground: one process per rank on this host, or under torchrun or srun if one started this.
@@ -179,11 +184,7 @@ def resume(
         print("\n".join(starting.resume(found, changes, force, exclude is not None)))
 
 
-@app.command(
-    epilog=example(
-        "pithtrain sweep configs/tiny.yaml --grid optimizer.lr=1e-3,2e-3 --grid training.seed=1,2 --max-parallel 2"
-    )
-)
+@app.command(epilog=example("pithtrain sweep configs/tiny.yaml --grid optimizer.lr=1e-3,2e-3 --grid training.seed=1,2"))
 def sweep(
     config: Config,
     grid: Annotated[list[str], typer.Option(metavar="A.B=V1,V2", help="A key and its values; may be repeated.")],
@@ -191,7 +192,7 @@ def sweep(
     name: Annotated[str | None, typer.Option(help="Names the sweep; the spec's own name otherwise.")] = None,
     max_parallel: Annotated[int | None, typer.Option(min=1, help="Jobs of the sweep that run at a time.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, touch nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")] = False,
+    force: Force = False,
 ) -> None:
     """Submit one ordinary run for each point of a grid; they share a W&B group. Needs Slurm.
 
@@ -211,12 +212,8 @@ def sweep(
     if len({spec.name for spec in specs}) < len(specs):
         raise RunDirError("two points of the grid have the same name: give values that differ in letters or digits")
     if dry_run:
-        print(
-            "\n".join(
-                f"{spec.name}: {' '.join(f'{k}={v}' for k, v in p.items())}"
-                for spec, p in zip(specs, points, strict=True)
-            )
-        )
+        for spec, point in zip(specs, points, strict=True):
+            print(f"{spec.name}: {' '.join(f'{key}={value}' for key, value in point.items())}")
         return
     by = starting.launcher()
     if by != "slurm":
@@ -307,11 +304,14 @@ def status(
     With RUN: its attempts too, the first cause of a failure on top, and the next commands.
     """
 
-    def look() -> tuple[list[RunDir], list[jobs.State]]:
+    def look() -> tuple[list[jobs.State], list[Any]]:
+        """The states, and what is printed of them."""
         chosen = rundir.runs(output_dir) if run is None else [rundir.find(run, output_dir)]
-        return chosen, jobs.states(chosen)
+        found = jobs.states(chosen)
+        one = run is not None and found[0].word != "damaged"
+        return found, list(show.detail(chosen[0], found[0])) if one else [show.states_table(found)]
 
-    chosen, states = look()
+    states, tables = look()
     if as_json:
         print(json.dumps([dataclasses.asdict(each) for each in states]))
         return
@@ -319,23 +319,17 @@ def status(
         print(f"no runs in {output_dir}")
         return
     out = show.console()
-
-    def tables() -> list[Any]:
-        one = run is not None and states[0].word != "damaged"
-        return list(show.detail(chosen[0], states[0])) if one else [show.states_table(states)]
-
     if not watch:
-        for part in tables():
-            out.print(part)
+        for table in tables:
+            out.print(table)
         return
     from rich.console import Group
     from rich.live import Live
 
-    with contextlib.suppress(KeyboardInterrupt), Live(Group(*tables()), console=out, auto_refresh=False) as live:
+    with contextlib.suppress(KeyboardInterrupt), Live(Group(*tables), console=out, auto_refresh=False) as live:
         while True:
             time.sleep(jobs.SLURM_POLL_S)
-            chosen, states = look()
-            live.update(Group(*tables()), refresh=True)
+            live.update(Group(*look()[1]), refresh=True)
 
 
 @app.command(epilog=example("pithtrain logs tiny --rank 3", "pithtrain logs tiny -f", "pithtrain logs tiny --err"))
@@ -345,7 +339,7 @@ def logs(
     attempt: Annotated[int | None, typer.Option(min=1, help="The newest attempt otherwise.")] = None,
     err: Annotated[bool, typer.Option("--err", help="The earliest error of any rank instead.")] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stay, also over attempts, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Stay, over attempts too, until the run ends.")
     ] = False,
     output_dir: OutputDir = Path("runs"),
 ) -> None:
@@ -400,9 +394,7 @@ def stacks(run: Run, output_dir: OutputDir = Path("runs")) -> None:
 
 @app.command(epilog=example("pithtrain inspect tiny", "pithtrain inspect runs/tiny/checkpoints/step-00000200 --verify"))
 def inspect(
-    what: Annotated[
-        str, typer.Argument(metavar="RUN|FOLDER", help="A run, or the folder of a checkpoint.", show_default=False)
-    ],
+    what: RunOrFolder,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every tensor; compare it with what was saved.")
     ] = False,
@@ -456,7 +448,7 @@ def _place(what: str, output_dir: Path) -> Path:
     epilog=example("pithtrain export-hf tiny hf/tiny", "pithtrain export-hf STEP_FOLDER hf/tiny --dtype float32"),
 )
 def export_hf(
-    source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run, or a checkpoint.", show_default=False)],
+    source: RunOrFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)],
     dtype: Annotated[Dtype, typer.Option(help="Of the matrices; norms and routers stay float32.")] = Dtype.bfloat16,
     output_dir: OutputDir = Path("runs"),

@@ -478,7 +478,7 @@ def node(output_dir: Path) -> None:
 
 def _address() -> str:
     """Rank 0's host. A batch script's srun tells it, ours is elsewhere; where a name does not resolve, Slurm knows."""
-    host = os.environ.get("MASTER_ADDR") or worker.first_host(os.environ["SLURM_STEP_NODELIST"])
+    host = os.environ.get("MASTER_ADDR") or slurm.hostnames(os.environ["SLURM_STEP_NODELIST"])[0]
     try:
         socket.getaddrinfo(host, None)
     except OSError:

@@ -60,6 +60,7 @@ CAPTURED = re.compile(
     r"|SLURM_CONF|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|LOADEDMODULES"
 )
 RESERVE_BYTES = 256 * 1024  # a traceback a rank
+TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
 ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
 
@@ -198,6 +199,11 @@ def read_lines_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
         if isinstance(row, dict):
             rows.append(cast(dict[str, Any], row))
     return rows, start + len(whole)
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The newest whole object of a `.jsonl` file, read from its end; {} where there is none."""
+    return (read_lines_from(path, -TAIL_BYTES)[0] or [{}])[-1]
 
 
 def mark(marker: Path, attempt: int, **fields: Any) -> None:
@@ -509,10 +515,8 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in ("pithtrain", "torch", "numpy", "pydantic", "submitit", "wandb"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions | {"executable": sys.executable}
 
 
@@ -523,8 +527,7 @@ def _file_hashes(folder: Path) -> dict[str, str]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """git's output, or None outside a checkout, without git, or before the first commit."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    command = ["git", *arguments]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=True).stdout
+    return None

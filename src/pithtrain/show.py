@@ -38,23 +38,9 @@ def me() -> str:
 def states_table(states: Sequence[State]) -> Table:
     """One line a run."""
     table = Table(box=None, pad_edge=False)
-    columns = (
-        "run",
-        "state",
-        "nodes",
-        "step",
-        "loss",
-        "tokens/s",
-        "last step",
-        "time left",
-        "attempt",
-        "saved",
-        "job",
-        "",
-    )
-    for title in columns:
-        numeric = title in ("step", "loss", "tokens/s", "last step", "time left", "attempt", "saved")
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=title != "")
+    numbers = ("step", "loss", "tokens/s", "last step", "time left", "attempt", "saved")
+    for title in ("run", "state", "nodes", *numbers, "job", ""):
+        table.add_column(title, justify="right" if title in numbers else "left", no_wrap=title != "")
     for each in states:
         table.add_row(
             each.name,
@@ -97,14 +83,13 @@ def detail(run: RunDir, state: State) -> Iterable[Table | Text]:
 
 def _attempt_cells(row: dict[str, Any]) -> list[Text]:
     start, end = row.get("start"), row.get("end")
-    steps = f"{row['first_step']}-{row['last_step']}" if row.get("first_step") else ""
     cells = (
         str(row["attempt"]),
         str(row.get("job_id") or ""),
         str(row.get("nodes") or ""),
         time.strftime("%m-%d %H:%M:%S", time.localtime(start)) if start else "",
         words(end - start) if start and end else "",
-        steps,
+        f"{row['first_step']}-{row['last_step']}" if row.get("first_step") else "",
         f"{row.get('ended') or ''}{', requeued' if row.get('requeued') else ''}",
         row.get("why") or "",
     )

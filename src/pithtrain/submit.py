@@ -90,22 +90,15 @@ def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str |
     after = f"{python} -m pithtrain.batch after {path}"
     # srun has not inherited it since Slurm 22.05
     cpus = [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
+    same = ("nodes", "cpus_per_task", "mem", "signal_delay_s", "account", "partition", "qos", "constraint", "exclude")
     wanted: dict[str, Any] = {
+        **{name: getattr(slurm, name) for name in same},
         "job_name": lane or run.name,
         "time": slurm.time_minutes,
-        "nodes": slurm.nodes,
         "ntasks_per_node": slurm.gpus_per_node,
         "gpus_per_node": slurm.gpus_per_node if spec.training.device != "cpu" else None,
-        "cpus_per_task": slurm.cpus_per_task,
-        "mem": slurm.mem,
-        "account": slurm.account,
-        "partition": slurm.partition,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "exclude": slurm.exclude,
         "exclusive": slurm.exclusive or None,
         "comment": f"pithtrain {token}",
-        "signal_delay_s": slurm.signal_delay_s,
         "setup": [
             "trap : TERM USR2  # signals are for the ranks: this shell stays, to say what comes next",
             *slurm.setup,  # first: a module it loads must not come before the snapshot
@@ -155,10 +148,7 @@ def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
     """
     if by == "slurm":
         cluster = slurm.cluster_facts(spec)
-        problems, notes = slurm.problems(spec, cluster)
-        if problems and not force:
-            raise SpecError(problems, "Slurm")
-        notes = [*map(str, problems), *notes]
+        notes = _possible(spec, cluster, force)
         script = render(spec, RunDir(spec.output_dir / spec.name))
         parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
         if parsed.returncode != 0:
@@ -192,9 +182,7 @@ def submit(
     entry |= {"token": secrets.token_hex(6), "first": first or attempt, "lane": lane, "spec": spec.stable_hash()}
     rundir.record_job(run, attempt, **entry)
     env = task_environment(run, spec, attempt)
-    if (
-        by == "slurm" and "SLURM_JOB_ID" in os.environ
-    ):  # from inside a job: its devices and its scratch folder are gone with it
+    if by == "slurm" and "SLURM_JOB_ID" in os.environ:  # an outer job's devices and scratch folder end with it
         env = {name: value for name, value in env.items() if name not in ("CUDA_VISIBLE_DEVICES", "TMPDIR")}
     if by == "local" and "CUDA_VISIBLE_DEVICES" in env:
         env[worker.GIVEN_DEVICES] = env["CUDA_VISIBLE_DEVICES"]
@@ -216,9 +204,8 @@ def submit(
     if job.get("job_id") is None:
         said = "\n".join(dict.fromkeys(output.read_text().strip().splitlines()))  # submitit repeats what sbatch says
         if by == "slurm" and slurm.AWAY.search(said):
-            raise SlurmError(
-                f"it is not known whether Slurm took {run.name}: {said}\n  see:  pithtrain status {run.path}"
-            )
+            unknown = f"it is not known whether Slurm took {run.name}: {said}"
+            raise SlurmError(f"{unknown}\n  see:  pithtrain status {run.path}")
         rundir.forget_job(run, attempt)
         raise RunFailed(f"could not submit {run.name}: {said or 'no output'}")
     return job
@@ -237,11 +224,8 @@ def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
         executor.update_parameters(**parameters(spec, run, attempt, entry["token"], entry["lane"]))
     else:
         executor = LocalExecutor(folder=run.slurm)
-        executor.update_parameters(
-            tasks_per_node=spec.world_size,
-            timeout_min=spec.slurm.time_minutes or UNLIMITED_MIN,
-            signal_delay_s=spec.slurm.signal_delay_s,
-        )
+        limit_min, delay_s = spec.slurm.time_minutes or UNLIMITED_MIN, spec.slurm.signal_delay_s
+        executor.update_parameters(tasks_per_node=spec.world_size, timeout_min=limit_min, signal_delay_s=delay_s)
     try:
         job = executor.submit(worker.entry, str(run.path))
     except FailedJobError as error:
@@ -270,13 +254,15 @@ def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: b
     """
     now = jobs.state(run)
     if excludes and now.word == "running" and now.launcher == "slurm" and now.job_id is not None:
-        _possible(_changed_spec(run, changes)[1], force)
+        _, spec = _changed_spec(run, changes)
+        _possible(spec, slurm.cluster_facts(spec), force)  # before anything is stopped
         slurm.cancel(now.job_id, "USR2")
         while (now := jobs.state(run)).alive and now.word not in ("pending", "held"):
             time.sleep(1.0)
     if now.alive and now.word in ("pending", "held"):
-        _possible(_changed_spec(run, changes)[1], force)
-        return _change_waiting(run, now, changes)
+        before, spec = _changed_spec(run, changes)
+        _possible(spec, slurm.cluster_facts(spec), force)
+        return _change_waiting(run, now, before, spec)
     by = launcher()
     lines = prepare_resume(run, changes, by, force)
     spec = load(run.spec_yaml)
@@ -306,11 +292,12 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, for
     return [*notes, *_renew(run, before, spec)]
 
 
-def _possible(spec: RunSpec, force: bool) -> None:
-    """Raises SpecError for what can never run, before anything is stopped or changed for it."""
-    problems, _ = slurm.problems(spec, slurm.cluster_facts(spec))
+def _possible(spec: RunSpec, cluster: slurm.Cluster, force: bool) -> list[str]:
+    """Warnings about this spec there. Raises SpecError for what can never run; with `force` that is a warning too."""
+    problems, warnings = slurm.problems(spec, cluster)
     if problems and not force:
         raise SpecError(problems, "Slurm")
+    return [*map(str, problems), *warnings]
 
 
 def _changed_spec(run: RunDir, changes: Sequence[str]) -> tuple[RunSpec, RunSpec]:
@@ -332,10 +319,9 @@ def _renew(run: RunDir, before: RunSpec, spec: RunSpec) -> list[str]:
     return [f"changed: {change}" for change in changed]
 
 
-def _change_waiting(run: RunDir, now: jobs.State, changes: Sequence[str]) -> list[str]:
+def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec) -> list[str]:
     """Change what Slurm can change of a job that waits or is held, release it, and let it start."""
     assert now.job_id is not None, "Slurm has just spoken of it"
-    before, spec = _changed_spec(run, changes)
     old, new = dict(before.slurm), dict(spec.slurm)
     names = {
         "exclude": "ExcNodeList",

@@ -293,7 +293,8 @@ class Watch:
             phase, _, since = self._standing
             # time in which this process stood still, as all ranks do when Slurm suspends a job, is no phase's
             if time.monotonic() - max(since, self._thawed) > self._limits[phase]:
-                self._stalled()
+                where, waits = standing()
+                self._end(Stalled(self.stall_text(where, waits)), secondary=waits, hold_s=HOLD_S)
             # the main thread may be failing by itself right now: its own traceback is worth the wait
             elif trouble is not None and (self.stood_still() or not self._finished.wait(GRACE_S)):
                 self._leave(trouble)
@@ -349,10 +350,6 @@ class Watch:
         start = process_start(mine["pid"])
         return (start is None or abs(start - mine["start"]) > 1) and path.exists()
 
-    def _stalled(self) -> None:
-        where, waits = standing()
-        self._end(Stalled(self.stall_text(where, waits)), secondary=waits, hold_s=HOLD_S)
-
     def stall_text(self, where: str, waits: bool) -> str:
         phase, step, since = self._standing
         key = LIMITS[phase]
@@ -402,8 +399,7 @@ class Watch:
             return
         if self.launcher != "slurm" or time.monotonic() < self._comment_due or shutil.which("scontrol") is None:
             return
-        row = (rundir.read_lines_from(self.run.metrics, -4096)[0] or [{}])[-1]
-        step = self._standing.step
+        step, row = self._standing.step, rundir.last_line(self.run.metrics)
         if step == self._comment_step:
             return
         self._comment_due, self._comment_step = time.monotonic() + COMMENT_S, step

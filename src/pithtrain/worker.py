@@ -13,16 +13,13 @@ A file store and a derived port are why two runs on one host never meet. The att
 submits (`PITHTRAIN_ATTEMPT`); a requeue by Slurm or a restart by torchrun adds its own count, so all ranks agree
 without asking each other and no log is ever overwritten.
 
-What is promised here:
+What is promised here, beside what `watch` does (signals, hangs, killed ranks, a launcher that dies):
 
-1. Signals set a flag and nothing else (SIGTERM, SIGUSR2, SIGINT: save at a step boundary and stop; SIGUSR1: dump all
-   stacks into the log). `train` agrees on the flag over all ranks. `held` keeps them back until there is a handler.
-2. An exception on one rank ends every process within seconds, under any launcher: the dying rank writes
+1. An exception on one rank ends every process within seconds, under any launcher: the dying rank writes
    errors/attempt-N/rank-R.json and leaves by `os._exit`, so that no hung collective or library thread can hold it; in
-   every other rank `watch` sees the file and leaves too. A rank that hangs or is killed is found by `watch` as well.
-3. Each rank's output is in logs/attempt-N/rank-R.log, also what C libraries write; rank 0's Python output goes to the
+   every other rank `watch` sees the file and leaves too.
+2. Each rank's output is in logs/attempt-N/rank-R.log, also what C libraries write; rank 0's Python output goes to the
    launcher's console as well.
-4. A launcher that dies counts as a signal to stop: the ranks save and end instead of living on as orphans.
 
 This module imports torch only inside functions, after the thread counts are in the environment.
 """
@@ -44,6 +41,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pithtrain import rundir
 from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, Stalled
 from pithtrain.rundir import RunDir
+from pithtrain.slurm import hostnames
 from pithtrain.spec import RunSpec, load
 from pithtrain.watch import Watch, end_attempt, standing
 
@@ -150,16 +148,9 @@ def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     if not host and env.get("SUBMITIT_EXECUTOR") == "slurm":
         host = env.get("SLURM_LAUNCH_NODE_IPADDR")
     if not host:
-        host = first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+        host = hostnames(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])[0]
     derived = FIRST_PORT + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % NUM_PORTS
     return host, int(env.get("MASTER_PORT", derived))
-
-
-def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: `gpu[003-010,12],x1` -> `gpu003`."""
-    head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,]*)", nodes)
-    assert head is not None, "the expression matches the empty string"
-    return head[1] + re.split(r"[,-]", head[2] or "")[0] + head[3]
 
 
 def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -184,18 +175,14 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def entry(path: str) -> None:
-    """What submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec.
+    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it.
 
-    Never returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file
-    over which the next attempt dies.
+    It is what submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec. Never
+    returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file over
+    which the next attempt dies.
     """
-    leave(Path(path))
-
-
-def leave(path: Path) -> None:
-    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it."""
     try:
-        code = main(path)
+        code = main(Path(path))
     except PithtrainError as error:  # the environment is wrong: there is no rank yet that could have a log
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -226,28 +213,20 @@ def main(path: Path, train: Train | None = None) -> int:
         watch.log_to(log)
         try:
             spec = load(run.spec_yaml)
-            _check_size(spec, here)
+            if here.world_size != spec.world_size:
+                rule = f"the spec's mesh has {spec.world_size} ranks, and {here.launcher} started {here.world_size}"
+                raise SpecError([Problem("slurm.nodes x slurm.gpus_per_node", spec.world_size, rule)])
             if here.rank == 0:
                 _begin(run, attempt, here)
             watch.start(spec)
-            (train or _train())(spec, run, place_from_environment(os.environ, run), watch)
+            if train is None:
+                from pithtrain.train import run as train
+            train(spec, run, place_from_environment(os.environ, run), watch)
             watch.finish()
         except BaseException as error:
             # everything is caught, KeyboardInterrupt too: whatever ends this rank must end the others
             _die(watch, here, error, log, console)
     return 0
-
-
-def _train() -> Train:
-    from pithtrain.train import run
-
-    return run
-
-
-def _check_size(spec: RunSpec, here: Seat) -> None:
-    if here.world_size != spec.world_size:
-        rule = f"the spec's mesh has {spec.world_size} ranks, and {here.launcher} started {here.world_size}"
-        raise SpecError([Problem("slurm.nodes x slurm.gpus_per_node", spec.world_size, rule)])
 
 
 def _begin(run: RunDir, attempt: int, here: Seat) -> None:
@@ -376,16 +355,15 @@ def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, An
     key = f"pithtrain/run-{here.restarts}"  # torchrun's store outlives a restart
     if here.rank == 0:
         try:
-            answer: dict[str, Any] = {"value": make()}
+            store.set(key, json.dumps({"value": make()}))
         except PithtrainError as error:
-            store.set(key, json.dumps({"error": str(error), "exit_code": error.exit_code}))
+            store.set(key, json.dumps({"exit_code": error.exit_code}))
             raise
-        store.set(key, json.dumps(answer))
-    answer = json.loads(store.get(key))
-    if "error" in answer:
+    answer: dict[str, Any] = json.loads(store.get(key))
+    if "exit_code" in answer:
         raise SystemExit(answer["exit_code"])  # rank 0 has said why
     return answer["value"], store
 
 
 if __name__ == "__main__":
-    leave(Path(sys.argv[1]))
+    entry(sys.argv[1])
