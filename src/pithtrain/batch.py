@@ -131,15 +131,9 @@ def look_at_nodes(run: RunDir, spec: RunSpec, nodes: str) -> str | None:
     count = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     spread = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=30"]
     task = [sys.executable, "-m", "pithtrain.batch", "node", str(run.path), str(time.time())]
+    command = ["srun", *spread, *spec.slurm.srun_args, *task]
     try:
-        done = subprocess.run(
-            ["srun", *spread, *spec.slurm.srun_args, *task],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=NODE_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=NODE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return f"a node of {nodes} did not start a task within {NODE_TIMEOUT_S} s"
     except OSError as error:
@@ -196,9 +190,7 @@ def node_problems(run: RunDir, spec: RunSpec) -> list[str]:
     if spec.training.device != "cpu" and smi is not None and not any("gpu" in arg for arg in spec.slurm.srun_args):
         want = spec.slurm.gpus_per_node
         try:
-            listed = subprocess.run(
-                [smi, "--list-gpus"], capture_output=True, text=True, timeout=DEVICE_TIMEOUT_S, check=False
-            )
+            listed = subprocess.run([smi, "--list-gpus"], capture_output=True, text=True, timeout=DEVICE_TIMEOUT_S)
             have = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
             if have < want:
                 said = (listed.stderr or listed.stdout).strip().splitlines()

@@ -124,7 +124,11 @@ def submit(
         print(spec.to_yaml(), end="")
         print(f"\n# ---- {run.slurm}/JOBID_submission.sh\n{starting.render(spec, run)}", end="")
         return
-    run = _submit(spec, force, as_json)
+    by = starting.launcher()
+    notes = starting.check(spec, by, force)
+    run = _create(spec)
+    job = _start(run, spec, by)
+    print(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
     if wait:
         _wait(run)
 
@@ -268,15 +272,6 @@ def _load(config: Path, overrides: list[str] | None, name: str | None) -> RunSpe
 def _create(spec: RunSpec, run_dir: Path | None = None) -> RunDir:
     path = run_dir or spec.output_dir / spec.name
     return rundir.create(path, spec.to_yaml(), make_plan(spec).to_dict(), sys.argv)
-
-
-def _submit(spec: RunSpec, force: bool = False, as_json: bool = False) -> RunDir:
-    by = starting.launcher()
-    notes = starting.check(spec, by, force)
-    run = _create(spec)
-    job = _start(run, spec, by)
-    print(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
-    return run
 
 
 def _start(run: RunDir, spec: RunSpec, by: starting.Launcher, lane: str | None = None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from pithtrain.errors import RunFailed
 from pithtrain.watch import node_name
@@ -56,19 +57,20 @@ def look(world: World) -> list[Facts]:
     matmul_s = _best(world, lambda: torch.mm(a, a, out=out))
     world.barrier()  # else the first one to come times the others' arrival
     all_reduce_s = _best(world, lambda: world.sum(out))
-    free, total = torch.cuda.mem_get_info(world.device) if cuda else (0, 0)
-    used = total - free - torch.cuda.memory_reserved(world.device) if cuda else 0
-    if not cuda:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if cuda:
+        free, total = torch.cuda.mem_get_info(world.device)
+        used = total - free - torch.cuda.memory_reserved(world.device)
         torch.cuda.reset_peak_memory_stats(world.device)
+    else:
+        free, used = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    nccl_version = ".".join(map(str, nccl.version())) if cuda else "-"
     mine = Facts(
         rank=world.rank,
         host=node_name(),
         device=torch.cuda.get_device_name(world.device) if cuda else "cpu",
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        versions={"torch": torch.__version__, "cuda": str(torch.version.cuda), "nccl": _nccl() if cuda else "-"},
+        versions={"torch": torch.__version__, "cuda": str(torch.version.cuda), "nccl": nccl_version},
         free_gib=free / 2**30,
         used_gib=used / 2**30,
         matmul_s=matmul_s,
@@ -80,12 +82,6 @@ def look(world: World) -> list[Facts]:
         flush=True,
     )
     return world.to_rank_zero(mine)
-
-
-def _nccl() -> str:
-    from torch.cuda import nccl
-
-    return ".".join(map(str, nccl.version()))
 
 
 def _best(world: World, work: Callable[[], object]) -> float:

@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT
 from typing import Any, Literal
 
 from pithtrain import catalog, jobs, rundir, slurm, watch, worker
@@ -150,7 +151,7 @@ def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
         cluster = slurm.cluster_facts(spec)
         notes = _possible(spec, cluster, force)
         script = render(spec, RunDir(spec.output_dir / spec.name))
-        parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         if parsed.returncode != 0:
             rule = f"is no shell text: {parsed.stderr.strip().splitlines()[0]}"
             raise SpecError([Problem("slurm.setup", "; ".join(spec.slurm.setup), rule)], "Slurm")
@@ -187,16 +188,10 @@ def submit(
     if by == "local" and "CUDA_VISIBLE_DEVICES" in env:
         env[worker.GIVEN_DEVICES] = env["CUDA_VISIBLE_DEVICES"]
     output = run.slurm / f"submit-{attempt}.log"
+    command = [sys.executable, "-m", "pithtrain.submit", str(run.path), by, str(attempt)]
     with output.open("w") as file:
         subprocess.run(
-            [sys.executable, "-m", "pithtrain.submit", str(run.path), by, str(attempt)],
-            cwd=run.code,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            check=False,
+            command, cwd=run.code, env=env, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
         )
     job = rundir.last_job(run) or {}
     if job.get("job_id") is None and by == "slurm":  # an answer of sbatch that got lost: the job is found by its token
@@ -395,7 +390,7 @@ def foreground(run: RunDir, spec: RunSpec) -> None:
             [sys.executable, "-m", "pithtrain.worker", str(run.path)],
             cwd=run.code,
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)},
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             # a session of its own: Ctrl-C reaches this process alone, which passes on a request to save
             start_new_session=True,
         )

@@ -132,7 +132,8 @@ class Watch:
         """From now on crashes, and all stacks on SIGUSR1, are written to `log`."""
         self._log = log
         faulthandler.enable(log, all_threads=True)
-        signal.signal(signal.SIGUSR1, _do_nothing)  # what unregistering brings back: never the default, which kills
+        # what unregistering brings back: never the default, which kills
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
         faulthandler.register(signal.SIGUSR1, log, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
@@ -501,10 +502,6 @@ def _ranks(folder: Path, suffix: str) -> set[int]:
     """The ranks that have a file `rank-N.SUFFIX` in a folder."""
     names = (re.fullmatch(rf"rank-(\d+)\.{suffix}", path.name) for path in folder.iterdir())
     return {int(match[1]) for match in names if match}
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    pass
 
 
 def _write(text: str) -> None:
