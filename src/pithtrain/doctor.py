@@ -84,10 +84,8 @@ def check_host(output_dir: Path) -> list[Check]:
 
 def check_nodes(nodes: int, output_dir: Path, site: SlurmSection | None = None) -> list[Check]:
     """Each of `nodes` nodes, and the collectives between them, in one job that takes them whole where they have GPUs.
-
     `site`: a run's slurm section, of which the job gets what says where and how (partition, account, env, setup,
-    srun_args); without one, what any srun reads: SLURM_PARTITION, SLURM_ACCOUNT, ... Ends within QUEUE_S + NODES_S.
-    """
+    srun_args); without one, what any srun reads: SLURM_PARTITION, SLURM_ACCOUNT, ... Ends within QUEUE_S + NODES_S."""
     site = site or SlurmSection()
     if not slurm.configured():
         return [Check("nodes", "FAIL", "there is no Slurm on this machine", "run it where `sinfo` answers")]
@@ -448,10 +446,8 @@ def _whole_nodes(partition: str | None) -> list[str]:
 
 
 def node(output_dir: Path) -> None:
-    """A node's task: JSON lines about this machine, then about the meeting with the others.
-
-    The lines are short, since srun cuts those of more than 1024 bytes and mixes the pieces of different tasks.
-    """
+    """A node's task: JSON lines about this machine, then about the meeting with the others. The lines are short, since
+    srun cuts those of more than 1024 bytes and mixes the pieces of different tasks."""
 
     def say(**fields: Any) -> None:
         print(json.dumps({"doctor": os.environ["SLURMD_NODENAME"], **fields}), flush=True)

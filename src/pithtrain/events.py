@@ -160,10 +160,8 @@ class Events:
 
 
 class Wandb:
-    """The one W&B run of all attempts, or nothing: every failure turns it off with one warning.
-
-    `import wandb` costs about a second, so it happens here, on rank 0, and only when asked for.
-    """
+    """The one W&B run of all attempts, or nothing: every failure turns it off with one warning. `import wandb` costs
+    about a second, so it happens here, on rank 0, and only when asked for."""
 
     def __init__(self, run: RunDir, spec: RunSpec, attempt: int, warn: Callable[[str], None]) -> None:
         self._warn = warn

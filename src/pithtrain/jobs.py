@@ -43,10 +43,8 @@ Queue = Mapping[str, slurm.Job]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """One run at one moment; None where nothing is known (yet). `why` is one line: a cause, or what it waits for.
-
-    Times are seconds: `step_age_s` since the last finished step, `time_left_s` of the job's time limit.
-    """
+    """One run at one moment; None where nothing is known (yet). `why` is one line: a cause, or what it waits for. Times
+    are seconds: `step_age_s` since the last finished step, `time_left_s` of the job's time limit."""
 
     name: str
     word: str
@@ -274,11 +272,9 @@ SRUN_SAYS = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTI
 
 def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: Path | None = None) -> Cause:
     """The first cause of a failed attempt. `exit_codes`: of the ranks, negative for a signal, where they are known;
-    `step_log`: what srun wrote.
-
-    An error file that is no other rank's lost connection is the cause. Else a rank died without a word: whoever saw its
-    exit names it, and failing that it is the one that wrote no error while the others did.
-    """
+    `step_log`: what srun wrote. An error file that is no other rank's lost connection is the cause. Else a rank died
+    without a word: whoever saw its exit names it, and failing that it is the one that wrote no error while the others
+    did."""
     first = rundir.first_error(run, attempt)
     if first is not None and not first["secondary"]:
         log = run.log(attempt, first["rank"]) if first["rank"] is not None else run.slurm
@@ -387,11 +383,9 @@ def refuse_if_live(now: State, run: RunDir) -> None:
 
 
 def cancel(run: RunDir, at_once: bool = False) -> str:
-    """Ask the run to save at its next step and stop, or end it `at_once`; returns what was done, in words.
-
-    The STOP marker reaches a run on any host within a second or so, also one whose ranks are still starting; the
-    signal, where there is a way to send it, at once. A job that has not begun is taken out of the queue.
-    """
+    """Ask the run to save at its next step and stop, or end it `at_once`; returns what was done, in words. The STOP
+    marker reaches a run on any host within a second or so, also one whose ranks are still starting; the signal, where
+    there is a way to send it, at once. A job that has not begun is taken out of the queue."""
     job, last = rundir.last_job(run), rundir.last_attempt(run) or {}
     try:
         now = state(run)

@@ -96,10 +96,8 @@ def _best(world: World, work: Callable[[], object]) -> float:
 
 
 def judge(facts: Sequence[Facts], run: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events to tell, as kind and fields: `preflight`, then a `warning` for each rank that stands out.
-
-    Raises RunFailed where the ranks run different software, naming the hosts that differ from most.
-    """
+    """The events to tell, as kind and fields: `preflight`, then a `warning` for each rank that stands out. Raises
+    RunFailed where the ranks run different software, naming the hosts that differ from most."""
     hosts = list(dict.fromkeys(one.host for one in facts))
     devices = sorted({one.device for one in facts})
     slowest, median = max(facts, key=lambda one: one.matmul_s), statistics.median(one.matmul_s for one in facts)

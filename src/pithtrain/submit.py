@@ -56,10 +56,8 @@ LAST_GRACE_S = 300.0  # from one rank's clean end to SIGKILL of the rest: rank 0
 
 
 def launcher() -> Launcher:
-    """`slurm` where Slurm is installed and configured, else `local`.
-
-    Raises SlurmError where its controller does not answer: a run meant for a cluster must not start on a login node.
-    """
+    """`slurm` where Slurm is installed and configured, else `local`. Raises SlurmError where its controller does not
+    answer: a run meant for a cluster must not start on a login node."""
     if not slurm.configured():
         return "local"
     slurm.call("sinfo", "--noheader")
@@ -80,10 +78,8 @@ def task_environment(run: RunDir, spec: RunSpec, attempt: int) -> dict[str, str]
 
 def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str | None = None) -> dict[str, Any]:
     """The keyword arguments for submitit's SlurmExecutor. One task per GPU; on a CPU `gpus_per_node` tasks per node.
-
     `token`: names the submission in the job's comment, before it has an id. `lane`: a job name of which one job runs at
-    a time; without one the job is named as the run.
-    """
+    a time; without one the job is named as the run."""
     slurm = spec.slurm
     exports = {**slurm.env, "PITHTRAIN_ATTEMPT": str(attempt), "PITHTRAIN_TOKEN": token}
     python, path = shlex.quote(sys.executable), shlex.quote(str(run.path))
@@ -142,11 +138,9 @@ def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN", l
 
 
 def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
-    """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start.
-
-    Raises SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script.
-    `force`: what we would refuse is a note, and Slurm decides.
-    """
+    """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start. Raises
+    SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script. `force`:
+    what we would refuse is a note, and Slurm decides."""
     if by == "slurm":
         cluster = slurm.cluster_facts(spec)
         notes = _possible(spec, cluster, force)
@@ -172,11 +166,9 @@ def submit(
     run: RunDir, spec: RunSpec, by: Launcher, lane: str | None = None, first: int | None = None
 ) -> dict[str, Any]:
     """Claim an attempt and start it; returns its entry in submit.json (job_id, launcher, attempt, host, time, token).
-
     The entry stands before sbatch is called, so whatever dies in between, the job can be found by its token. `lane`:
     see `parameters`; `first`: the first attempt of the chain of jobs that this one continues. Raises RunFailed with
-    sbatch's own words where it refuses.
-    """
+    sbatch's own words where it refuses."""
     rundir.require_own(run)
     attempt = rundir.claim_attempt(run)
     entry = {"job_id": None, "launcher": by, "host": socket.gethostname(), "time": time.time()}
@@ -241,12 +233,10 @@ def write_pickle(run: RunDir, job_id: str) -> None:
 
 
 def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: bool = False) -> list[str]:
-    """Let a run go on through Slurm or local processes; returns what was changed and done, in lines.
-
-    Call it with the run's lock held. A job that waits or is held is changed in place and released; one that is gone is
-    submitted again. `excludes`: nodes are taken out of the job, which may be running: it saves and is queued again
-    first, since a job cannot change its own nodes. Raises RunDirError for a run that is live or done.
-    """
+    """Let a run go on through Slurm or local processes; returns what was changed and done, in lines. Call it with the
+    run's lock held. A job that waits or is held is changed in place and released; one that is gone is submitted again.
+    `excludes`: nodes are taken out of the job, which may be running: it saves and is queued again first, since a job
+    cannot change its own nodes. Raises RunDirError for a run that is live or done."""
     now = jobs.state(run)
     if excludes and now.word == "running" and now.launcher == "slurm" and now.job_id is not None:
         _, spec = _changed_spec(run, changes)
@@ -266,11 +256,9 @@ def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: b
 
 
 def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, force: bool) -> list[str]:
-    """Check that `run` can go on, and bring its spec and code up to date; returns what changes, in lines.
-
-    `by`: how it will be submitted, None where this process or its launcher's others train. `force`: though it seems to
-    run on another host, and as in `check`.
-    """
+    """Check that `run` can go on, and bring its spec and code up to date; returns what changes, in lines. `by`: how it
+    will be submitted, None where this process or its launcher's others train. `force`: though it seems to run on
+    another host, and as in `check`."""
     rundir.require_own(run)
     now = jobs.state(run)
     elsewhere = (rundir.last_job(run) or {}).get("host") != socket.gethostname() and now.launcher != "slurm"
@@ -348,10 +336,8 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
 
 
 def grid(axes: Sequence[str]) -> list[dict[str, str]]:
-    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay.
-
-    Raises SpecError.
-    """
+    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay. Raises
+    SpecError."""
     values: dict[str, list[str]] = {}
     for axis in axes:
         key, equals, text = axis.partition("=")
@@ -374,11 +360,9 @@ def grid_name(base: str, point: Mapping[str, str]) -> str:
 
 
 def foreground(run: RunDir, spec: RunSpec) -> None:
-    """Start one process per rank on this host and stay until all have ended.
-
-    Ctrl-C and SIGTERM ask the run to save and stop; a second Ctrl-C kills it. Raises RunFailed with the first cause and
-    its exit code, StoppedEarly when the run saved its state before its last step.
-    """
+    """Start one process per rank on this host and stay until all have ended. Ctrl-C and SIGTERM ask the run to save and
+    stop; a second Ctrl-C kills it. Raises RunFailed with the first cause and its exit code, StoppedEarly when the run
+    saved its state before its last step."""
     rundir.require_own(run)
     attempt = claim_for_this_process(run)
     size = spec.world_size
@@ -409,9 +393,7 @@ def claim_for_this_process(run: RunDir) -> int:
 
 def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     """Wait for all tasks and return their exit codes, negative for a signal, 1 for one that had to be killed here.
-
-    Forwards SIGINT and SIGTERM as SIGTERM; the second SIGINT kills. Ends all soon after the first that fails.
-    """
+    Forwards SIGINT and SIGTERM as SIGTERM; the second SIGINT kills. Ends all soon after the first that fails."""
     asked = 0
 
     def forward(number: int, frame: object) -> None:
@@ -442,10 +424,8 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
 
 
 def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
-    """Say how an attempt ended, from the run directory and, where it is silent, the processes' exit codes.
-
-    Raises RunFailed or StoppedEarly; returns when the run is done.
-    """
+    """Say how an attempt ended, from the run directory and, where it is silent, the processes' exit codes. Raises
+    RunFailed or StoppedEarly; returns when the run is done."""
     if not any(exit_codes):
         if rundir.stamp(run.done, attempt):
             return

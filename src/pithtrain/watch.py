@@ -85,12 +85,9 @@ class _Standing(NamedTuple):
 
 
 class Watch:
-    """The watch of one rank over one attempt.
-
-    `install` takes the signals, `start` begins to look; one that was neither installed nor started holds flags and
-    writes the heartbeat, which is all that a test of the engine needs. `launcher`: as `worker.Seat` has it; `parent`:
-    the launcher's pid, where this process may outlive it unseen.
-    """
+    """The watch of one rank over one attempt. `install` takes the signals, `start` begins to look; one that was neither
+    installed nor started holds flags and writes the heartbeat, which is all that a test of the engine needs.
+    `launcher`: as `worker.Seat` has it; `parent`: the launcher's pid, where this process may outlive it unseen."""
 
     def __init__(
         self, run: RunDir, attempt: int, rank: int, launcher: str = "alone", parent: int | None = None
@@ -118,11 +115,9 @@ class Watch:
     # ---- signals -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Take the signals that ask to stop, and let those in that a launcher held back until now.
-
-        Threads and processes started from here on inherit a clean mask. A thread that a library started before keeps
-        what was held back then, which is harmless: the kernel gives a signal to a thread that lets it in.
-        """
+        """Take the signals that ask to stop, and let those in that a launcher held back until now. Threads and
+        processes started from here on inherit a clean mask. A thread that a library started before keeps what was held
+        back then, which is harmless: the kernel gives a signal to a thread that lets it in."""
         self._installed = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -172,10 +167,8 @@ class Watch:
         self.run.pid(self.attempt, self.rank).unlink(missing_ok=True)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """The main thread begins a phase, or the next step of one; `step` is the last finished one.
-
-        The limit counts from here. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that.
-        """
+        """The main thread begins a phase, or the next step of one; `step` is the last finished one. The limit counts
+        from here. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that."""
         began = phase != self._standing.phase
         self._standing = _Standing(phase, step, time.monotonic())
         if self._limits and self._log is not None:
@@ -214,10 +207,8 @@ class Watch:
         self._save_asked = False
 
     def ended(self, step: int, finished: bool) -> None:
-        """Rank 0, when the state of `step` is saved: the marker that says how the attempt ended.
-
-        Written before anything slow, such as a last upload: a grace time may end in the middle of that.
-        """
+        """Rank 0, when the state of `step` is saved: the marker that says how the attempt ended. Written before
+        anything slow, such as a last upload: a grace time may end in the middle of that."""
         if self.rank != 0:
             return
         if finished:
@@ -249,9 +240,7 @@ class Watch:
 
     def stood_still(self) -> float:
         """For how many seconds this process did not run at all, where the main thread has not moved on since; else 0.
-
-        The thread sleeps for `POLL_S`: what it slept beyond that, nothing here ran.
-        """
+        The thread sleeps for `POLL_S`: what it slept beyond that, nothing here ran."""
         overslept = self._overslept()
         if overslept > FROZEN_S:
             return overslept
@@ -428,10 +417,8 @@ def node_name() -> str:
 
 
 def standing() -> tuple[str, bool]:
-    """Where the main thread is, as `file:line function`, and whether it waits there for other ranks or a device.
-
-    It does where torch.distributed was called, or where our own innermost line says so.
-    """
+    """Where the main thread is, as `file:line function`, and whether it waits there for other ranks or a device. It
+    does where torch.distributed was called, or where our own innermost line says so."""
     frames = _main_frames()
     ours = next((i for i, frame in enumerate(frames) if Path(_file(frame)).is_relative_to(Path(__file__).parent)), None)
     called = frames if ours is None else frames[: ours + 1]

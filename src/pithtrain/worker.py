@@ -80,10 +80,8 @@ class Seat:
 
 
 def seat(env: Mapping[str, str]) -> Seat:
-    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did.
-
-    Raises SpecError for a variable that is no number.
-    """
+    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did. Raises
+    SpecError for a variable that is no number."""
     if "RANK" in env and "WORLD_SIZE" in env:
         size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
         launcher = "torchrun" if "MASTER_ADDR" in env else "spawn"
@@ -138,12 +136,10 @@ def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
 
 
 def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port of rank 0. `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it.
-
-    The launch node is where `srun` runs, which is the first node in a batch script and a login node otherwise; Slurm's
-    node *names* need not resolve, so its address is preferred where it is right. Job ids that differ by less than 17000
-    never share a port; two steps of one job differ too.
-    """
+    """Host and port of rank 0. `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it. The
+    launch node is where `srun` runs, which is the first node in a batch script and a login node otherwise; Slurm's node
+    *names* need not resolve, so its address is preferred where it is right. Job ids that differ by less than 17000
+    never share a port; two steps of one job differ too."""
     host = env.get("MASTER_ADDR")
     if not host and env.get("SUBMITIT_EXECUTOR") == "slurm":
         host = env.get("SLURM_LAUNCH_NODE_IPADDR")
@@ -154,12 +150,10 @@ def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before torch is imported, where the user has not.
-
-    CPU threads: the ranks of a host share its cores; without this each takes all of them, and two ranks on two cores
-    run several times slower. A file store means one host: gloo then stays on the loopback interface, since it otherwise
-    looks up the host's own name, which need not resolve.
-    """
+    """Variables to set before torch is imported, where the user has not. CPU threads: the ranks of a host share its
+    cores; without this each takes all of them, and two ranks on two cores run several times slower. A file store means
+    one host: gloo then stays on the loopback interface, since it otherwise looks up the host's own name, which need not
+    resolve."""
     here = seat(env)
     cpus = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
     if not cpus:
@@ -175,12 +169,10 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def entry(path: str) -> None:
-    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it.
-
-    It is what submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec. Never
+    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it. It
+    is what submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec. Never
     returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file over
-    which the next attempt dies.
-    """
+    which the next attempt dies."""
     try:
         code = main(Path(path))
     except PithtrainError as error:  # the environment is wrong: there is no rank yet that could have a log
@@ -192,11 +184,9 @@ def entry(path: str) -> None:
 
 
 def main(path: Path, train: Train | None = None) -> int:
-    """Run this task of the run in `path`; `train` is `pithtrain.train.run` unless a test brings its own.
-
-    Returns 0 when the run finished, or stopped with its state saved; `train` has written the marker that says which.
-    Does not return on failure: the process ends with the error's exit code.
-    """
+    """Run this task of the run in `path`; `train` is `pithtrain.train.run` unless a test brings its own. Returns 0 when
+    the run finished, or stopped with its state saved; `train` has written the marker that says which. Does not return
+    on failure: the process ends with the error's exit code."""
     run = RunDir(path.absolute())
     here = seat(os.environ)
     attempt = attempt_of(os.environ)
@@ -309,10 +299,8 @@ class Tee(io.TextIOBase):
 @contextlib.contextmanager
 def redirected(path: Path, copy: bool) -> Generator[tuple[TextIO, TextIO], None, None]:
     """Send this process's output, down to the file descriptors, to the log at `path`; yields it and the old stderr.
-
     With `copy`, what Python prints goes to the old standard output too. The log is opened for appending and line by
-    line: a process that is killed loses nothing but its current line.
-    """
+    line: a process that is killed loses nothing but its current line."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = sys.stdout, sys.stderr
@@ -339,11 +327,9 @@ def redirected(path: Path, copy: bool) -> Generator[tuple[TextIO, TextIO], None,
 
 
 def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], object]:
-    """What rank 0 makes, on every rank, before there is a run directory to meet in.
-
-    Uses the store of the rendezvous that `train` will use. Returns the value and the store, which the caller keeps
-    until the end, because rank 0's is the server. A PithtrainError on rank 0 ends all with its exit code.
-    """
+    """What rank 0 makes, on every rank, before there is a run directory to meet in. Uses the store of the rendezvous
+    that `train` will use. Returns the value and the store, which the caller keeps until the end, because rank 0's is
+    the server. A PithtrainError on rank 0 ends all with its exit code."""
     from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
     here = seat(env)
