@@ -99,23 +99,20 @@ def judge(facts: Sequence[Facts], run: str) -> Iterator[tuple[str, dict[str, Any
     """The events to tell, as kind and fields: `preflight`, then a `warning` for each rank that stands out. Raises
     RunFailed where the ranks run different software, naming the hosts that differ from most."""
     hosts = list(dict.fromkeys(one.host for one in facts))
-    devices = sorted({one.device for one in facts})
     slowest, median = max(facts, key=lambda one: one.matmul_s), statistics.median(one.matmul_s for one in facts)
     times = {"median": round(median * 1e3, 4), "slowest": round(slowest.matmul_s * 1e3, 4)}
-    yield (
-        "preflight",
-        {
-            "ranks": len(facts),
-            "hosts": hosts,
-            "devices": devices,
-            "versions": facts[0].versions,
-            "cpus_per_rank": min(one.cpus for one in facts),
-            "free_gib": round(min(one.free_gib for one in facts), 1),
-            "matmul_ms": times | {"factor": round(slowest.matmul_s / median, 2)},
-            "slowest": {"rank": slowest.rank, "host": slowest.host},
-            "all_reduce_ms": round(max(one.all_reduce_s for one in facts) * 1e3, 4),
-        },
-    )
+    told = {
+        "ranks": len(facts),
+        "hosts": hosts,
+        "devices": sorted({one.device for one in facts}),
+        "versions": facts[0].versions,
+        "cpus_per_rank": min(one.cpus for one in facts),
+        "free_gib": round(min(one.free_gib for one in facts), 1),
+        "matmul_ms": times | {"factor": round(slowest.matmul_s / median, 2)},
+        "slowest": {"rank": slowest.rank, "host": slowest.host},
+        "all_reduce_ms": round(max(one.all_reduce_s for one in facts) * 1e3, 4),
+    }
+    yield "preflight", told
     for kind in facts[0].versions:
         found = [one.versions[kind] for one in facts]
         usual = statistics.mode(found)

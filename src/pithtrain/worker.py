@@ -42,11 +42,10 @@ from pithtrain import rundir
 from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, Stalled
 from pithtrain.rundir import RunDir
 from pithtrain.slurm import hostnames
-from pithtrain.spec import RunSpec, load
+from pithtrain.spec import load
 from pithtrain.watch import Watch, end_attempt, standing
 
 if TYPE_CHECKING:
-    from pithtrain.train import Outcome
     from pithtrain.world import Place
 
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the kernel's ephemeral range, which starts at 32768
@@ -60,8 +59,6 @@ LOST_PEER = re.compile(
     r"|application timeout|unhandled system error|process group has been aborted|failed to recv|recvvalue failed",
     re.IGNORECASE,
 )
-
-Train = Callable[[RunSpec, RunDir, "Place", Watch], "Outcome"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +170,9 @@ def entry(path: str) -> None:
     is what submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec. Never
     returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file over
     which the next attempt dies."""
+    code = 0
     try:
-        code = main(Path(path))
+        main(Path(path))
     except PithtrainError as error:  # the environment is wrong: there is no rank yet that could have a log
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -183,10 +181,9 @@ def entry(path: str) -> None:
     os._exit(code)
 
 
-def main(path: Path, train: Train | None = None) -> int:
-    """Run this task of the run in `path`; `train` is `pithtrain.train.run` unless a test brings its own. Returns 0 when
-    the run finished, or stopped with its state saved; `train` has written the marker that says which. Does not return
-    on failure: the process ends with the error's exit code."""
+def main(path: Path) -> None:
+    """Run this task of the run in `path`. Returns when the run finished, or stopped with its state saved; `train` has
+    written the marker that says which. Does not return on failure: the process ends with the error's exit code."""
     run = RunDir(path.absolute())
     here = seat(os.environ)
     attempt = attempt_of(os.environ)
@@ -209,14 +206,13 @@ def main(path: Path, train: Train | None = None) -> int:
             if here.rank == 0:
                 _begin(run, attempt, here)
             watch.start(spec)
-            if train is None:
-                from pithtrain.train import run as train
-            train(spec, run, place_from_environment(os.environ, run), watch)
+            from pithtrain import train
+
+            train.run(spec, run, place_from_environment(os.environ, run), watch)
             watch.finish()
         except BaseException as error:
             # everything is caught, KeyboardInterrupt too: whatever ends this rank must end the others
             _die(watch, here, error, log, console)
-    return 0
 
 
 def _begin(run: RunDir, attempt: int, here: Seat) -> None:
