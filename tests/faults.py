@@ -94,7 +94,7 @@ class Faults:
         return rundir.jobs(self.run)[-1]["job_id"]
 
     def attempt(self) -> int:
-        return (rundir.last_attempt(self.run) or {}).get("attempt", 0)
+        return rundir.last_attempt(self.run).get("attempt", 0)
 
     def step(self) -> int:
         """The last finished step of the attempt that runs, 0 where it has not finished one."""
@@ -116,7 +116,7 @@ class Faults:
     def hurry(self) -> None:
         """A requeued job waits two minutes: start it now."""
         asked = self.ask("squeue", "--noheader", "--jobs", self.job, "--states=all", "--format=%T %r")
-        row = rundir.last_attempt(self.run) or {}
+        row = rundir.last_attempt(self.run)
         if asked.startswith("PENDING BeginTime") and time.time() - (row.get("end") or row.get("start") or 0) > 5:
             subprocess.run(["scontrol", "update", f"JobId={self.job}", "StartTime=now"], env=self.env, check=False,
                            capture_output=True)  # fmt: skip

@@ -171,7 +171,7 @@ class Service:
         return RunDir(self.folder / "runs" / name)
 
     def job(self, run: RunDir) -> str:
-        return (rundir.last_job(run) or {})["job_id"]
+        return rundir.last_job(run)["job_id"]
 
     def squeue(self, run: RunDir) -> str:
         """`STATE REASON` of the run's newest job; empty where the controller has forgotten it."""
@@ -764,7 +764,7 @@ def test_matrix_21_from_inside_another_job(service: Service) -> None:
 
     def script(run: RunDir) -> str:
         [path] = run.slurm.glob("*_submission.sh")
-        text = path.read_text().replace((rundir.last_job(run) or {})["token"], "TOKEN")
+        text = path.read_text().replace(rundir.last_job(run)["token"], "TOKEN")
         return text.replace(str(run.path), "RUN").replace(f"--job-name={run.name}", "--job-name=NAME")
 
     def environment(run: RunDir, rank: int) -> dict[str, str]:

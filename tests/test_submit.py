@@ -211,7 +211,7 @@ def test_sbatch_s_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.M
     run, spec = make_run(tmp_path, FINISHES)
     with pytest.raises(RunFailed, match=refusal):
         submit.submit(run, spec, "slurm")
-    assert rundir.last_job(run) is None
+    assert rundir.last_job(run) == {}
 
 
 def test_without_slurm_it_is_local_and_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

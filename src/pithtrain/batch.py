@@ -73,7 +73,7 @@ def before(run: RunDir) -> int:
     for stale in run.slurm.glob("*.save_tmp"):  # submitit refuses to start over one
         stale.unlink()
     last = rundir.last_attempt(run)
-    if last is not None and last["attempt"] < attempt and last.get("job_id") == job_id and not last.get("requeued"):
+    if last and last["attempt"] < attempt and last.get("job_id") == job_id and not last.get("requeued"):
         # not we: a node was lost, with the batch script or under it
         why = "its job was killed: the node was lost, or Slurm took it back before it could save"
         fields = {"ended": last.get("ended") or "killed", "why": why, "requeued": True, "reached": jobs.reached(run)}
@@ -105,11 +105,11 @@ def before(run: RunDir) -> int:
 def refuse_stray(run: RunDir, attempt: int, job_id: str) -> None:
     """Raises SystemExit(NOTHING_TO_DO) where this job is not the run's, or has been decided. An old job that somebody
     requeued, or a site's rule about exit codes, must not train beside the newest one or against a verdict."""
-    newest = rundir.last_job(run) or {}
+    newest = rundir.last_job(run)
     if newest.get("token") != os.environ.get("PITHTRAIN_TOKEN") or newest.get("job_id") not in (None, job_id):
         print(f"job {job_id} is not the newest of {run.name}, which is {newest.get('job_id')}: nothing to do")
         raise SystemExit(NOTHING_TO_DO)
-    last = rundir.last_attempt(run) or {}
+    last = rundir.last_attempt(run)
     mine = last.get("job_id") == job_id and last.get("attempt", 0) < attempt
     if mine and rundir.stamp(run.stop, last["attempt"]):  # cancelled while the requeue was on its way
         why = f"{last.get('why')}; cancelled before it did"

@@ -149,7 +149,7 @@ def train(
     def prepare() -> RunDir:
         path = run_dir or spec.output_dir / spec.name
         again = worker.seat(os.environ).restarts > 0  # torchrun starts all ranks again after one has failed
-        if again and (rundir.last_job(RunDir(path)) or {}).get("parent") == os.getppid():
+        if again and rundir.last_job(RunDir(path)).get("parent") == os.getppid():
             return RunDir(path.absolute())
         return _create(spec, run_dir)
 
@@ -175,7 +175,7 @@ def resume(
     if exclude is not None:
         before = load(found.spec_yaml).slurm.exclude
         changes.append(f"slurm.exclude={json.dumps(','.join(filter(None, [before, exclude])))}")
-    if (rundir.last_job(found) or {}).get("launcher") == "train" or worker.seat(os.environ).world_size > 1:
+    if rundir.last_job(found).get("launcher") == "train" or worker.seat(os.environ).world_size > 1:
 
         def prepare() -> RunDir:
             with rundir.locked(found):
@@ -340,7 +340,7 @@ def logs(
 ) -> None:
     """Print the log of one rank, or the first error."""
     found = rundir.find(run, output_dir)
-    number = attempt or (rundir.last_attempt(found) or {}).get("attempt", 1)
+    number = attempt or rundir.last_attempt(found).get("attempt", 1)
     if err:
         rows = {row["attempt"]: row for row in rundir.read_lines(found.attempts)}
         first, why = rundir.first_error(found, number), rows.get(number, {}).get("why")

@@ -74,7 +74,7 @@ def states(found: Sequence[RunDir]) -> list[State]:
     out: list[State] = []
     for run in found:
         try:
-            if queue is None and not problem and (rundir.last_job(run) or {}).get("launcher") == "slurm":
+            if queue is None and not problem and rundir.last_job(run).get("launcher") == "slurm":
                 try:
                     queue = slurm.queue()
                 except SlurmError as error:
@@ -88,11 +88,11 @@ def states(found: Sequence[RunDir]) -> list[State]:
 def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
     """The run's state now. `queue`: what squeue said, asked here where it is None (raises SlurmError when it does not
     answer); `unknown`: why Slurm cannot be asked, for a listing that goes on without it."""
-    job = rundir.last_job(run) or {}
+    job = rundir.last_job(run)
     if job.get("launcher") == "slurm" and queue is None:
         queue = slurm.queue()
     known = _find_job(run, job, queue or {})
-    last = rundir.last_attempt(run) or {}
+    last = rundir.last_attempt(run)
     attempt = max(job.get("attempt", 0) + (known.restarts if known else 0), last.get("attempt", 0))
     if last.get("attempt") != attempt:
         last = {}
@@ -316,7 +316,7 @@ def _signal(name: str) -> str:
 
 def failure(run: RunDir, attempt: int, exit_codes: Sequence[int] = ()) -> PithtrainError:
     """The first cause of a failed attempt as an error with its exit code."""
-    job = (rundir.last_job(run) or {}).get("job_id")
+    job = rundir.last_job(run).get("job_id")
     found = cause(run, attempt, exit_codes, run.slurm / f"{job}_0_log.err")
     error = RunFailed(f"{found.line}\n  log:    {found.log}")
     error.exit_code = found.exit_code
@@ -353,7 +353,7 @@ def wait(run: RunDir, report: Callable[[dict[str, Any]], None] = lambda row: Non
 
 def follow(run: RunDir, rank: int, attempt: int | None) -> Iterator[str]:
     """The text of a rank's log as it grows, attempt after attempt (or of the given one), until the run has ended."""
-    number, position, asked = attempt or max(1, (rundir.last_attempt(run) or {}).get("attempt", 1)), 0, 0.0
+    number, position, asked = attempt or max(1, rundir.last_attempt(run).get("attempt", 1)), 0, 0.0
     while True:
         ended = False
         if time.monotonic() - asked > SLURM_POLL_S:
@@ -369,7 +369,7 @@ def follow(run: RunDir, rank: int, attempt: int | None) -> Iterator[str]:
                 continue
         if attempt is None and run.log(number + 1, rank).exists():
             number, position = number + 1, 0
-        elif ended or (attempt is not None and (rundir.last_attempt(run) or {}).get("attempt", 0) > attempt):
+        elif ended or (attempt is not None and rundir.last_attempt(run).get("attempt", 0) > attempt):
             return
         else:
             time.sleep(POLL_S)
@@ -386,7 +386,7 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
     """Ask the run to save at its next step and stop, or end it `at_once`; returns what was done, in words. The STOP
     marker reaches a run on any host within a second or so, also one whose ranks are still starting; the signal, where
     there is a way to send it, at once. A job that has not begun is taken out of the queue."""
-    job, last = rundir.last_job(run), rundir.last_attempt(run) or {}
+    job, last = rundir.last_job(run), rundir.last_attempt(run)
     try:
         now = state(run)
     except SlurmError as silent:
@@ -394,7 +394,7 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
             raise
         rundir.mark(run.stop, last["attempt"])
         return f"{run.name} was asked by its marker to save and stop; {str(silent).splitlines()[0]}"
-    if not now.alive or job is None:
+    if not now.alive:
         return f"{run.name} does not run: it is {now.word}"
     saved = rundir.stamp(run.stop, now.attempt).get("step")
     if saved is not None and not at_once:
@@ -447,7 +447,7 @@ def dump_stacks(run: RunDir) -> str:
     now = _running(run)
     if not list(run.logs(now.attempt).glob("rank-*.pid")):  # the signal would end a process that has no handler yet
         raise RunDirError(f"the ranks of {run.name} are still starting: try again in a few seconds")
-    host = (rundir.last_job(run) or {}).get("host")
+    host = rundir.last_job(run).get("host")
     if now.launcher == "slurm":
         assert now.job_id is not None, "Slurm was asked just now"
         slurm.cancel(now.job_id, "USR1")

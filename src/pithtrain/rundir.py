@@ -354,9 +354,9 @@ def forget_job(run: RunDir, attempt: int) -> None:
     update_submit(run, jobs=[entry for entry in jobs(run) if entry["attempt"] != attempt])
 
 
-def last_job(run: RunDir) -> dict[str, Any] | None:
-    """The newest job of submit.json, or None before the first."""
-    return next(reversed(jobs(run)), None)
+def last_job(run: RunDir) -> dict[str, Any]:
+    """The newest job of submit.json; {} before the first."""
+    return next(reversed(jobs(run)), dict[str, Any]())
 
 
 @contextlib.contextmanager
@@ -432,10 +432,9 @@ def attempt_steps(run: RunDir, attempt: int) -> dict[str, int | None]:
     return {"first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None}
 
 
-def last_attempt(run: RunDir) -> dict[str, Any] | None:
-    """The newest line of attempts.jsonl."""
-    rows = read_lines(run.attempts)
-    return rows[-1] if rows else None
+def last_attempt(run: RunDir) -> dict[str, Any]:
+    """The newest line of attempts.jsonl; {} before the first."""
+    return last_line(run.attempts)
 
 
 def first_error(run: RunDir, attempt: int) -> dict[str, Any] | None:

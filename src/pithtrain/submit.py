@@ -10,9 +10,6 @@ directory, and what is pickled is the name of a function and a path:
 The fresh process, in a session of its own, makes three things true at once: the job sees nothing of an outer job's
 variables, the pickle names the snapshot's module, and Ctrl-C or a closed terminal at the submitting side does not reach
 a local run. It costs half a second.
-
-`parameters` and `render` are pure functions of (spec, run directory, attempt): `--dry-run` prints the text that sbatch
-would get, on a machine without Slurm too.
 """
 
 import contextlib
@@ -129,7 +126,8 @@ def held_python(run: RunDir) -> str:
 
 
 def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN", lane: str | None = None) -> str:
-    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there."""
+    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there. Pure, so
+    `--dry-run` shows it on a machine without Slurm too."""
     from submitit.slurm import slurm
 
     command = f"{held_python(run)} -u -m submitit.core._submit {shlex.quote(str(run.slurm))}"
@@ -185,7 +183,7 @@ def submit(
         subprocess.run(
             command, cwd=run.code, env=env, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
         )
-    job = rundir.last_job(run) or {}
+    job = rundir.last_job(run)
     if job.get("job_id") is None and by == "slurm":  # an answer of sbatch that got lost: the job is found by its token
         job |= {"job_id": jobs.state(run).job_id}
     if job.get("job_id") is None:
@@ -205,7 +203,7 @@ def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
 
     spec = load(run.spec_yaml)
     entry = rundir.last_job(run)
-    assert entry is not None and entry["attempt"] == attempt, "`submit` has just written it"
+    assert entry.get("attempt") == attempt, "`submit` has just written it"
     if by == "slurm":
         executor = SlurmExecutor(folder=run.slurm, python=held_python(run))
         executor.update_parameters(**parameters(spec, run, attempt, entry["token"], entry["lane"]))
@@ -251,7 +249,7 @@ def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: b
     by = launcher()
     lines = prepare_resume(run, changes, by, force)
     spec = load(run.spec_yaml)
-    job = submit(run, spec, by, lane=(rundir.last_job(run) or {}).get("lane"))
+    job = submit(run, spec, by, lane=rundir.last_job(run).get("lane"))
     return [*lines, f"{run.name}: {job['launcher']} {job['job_id']}, attempt {job['attempt']}"]
 
 
@@ -261,7 +259,7 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, for
     another host, and as in `check`."""
     rundir.require_own(run)
     now = jobs.state(run)
-    elsewhere = (rundir.last_job(run) or {}).get("host") != socket.gethostname() and now.launcher != "slurm"
+    elsewhere = rundir.last_job(run).get("host") != socket.gethostname() and now.launcher != "slurm"
     if not (force and elsewhere):
         jobs.refuse_if_live(now, run)
     before, spec = _changed_spec(run, changes)
@@ -326,7 +324,7 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
         slurm.release(now.job_id)
     else:
         # started within three seconds of its end, Slurm finds the job's old credential revoked and fails it for good
-        ended = (rundir.last_attempt(run) or {}).get("end") or 0
+        ended = rundir.last_attempt(run).get("end") or 0
         time.sleep(min(REQUEUE_SETTLES_S, max(0.0, REQUEUE_SETTLES_S - (time.time() - ended))))
         slurm.update(now.job_id, StartTime="now")
     return [*lines, f"{run.name}: job {now.job_id} was {now.word}, and starts as soon as Slurm has the nodes"]
@@ -433,7 +431,7 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
             if "step" in stamp:
                 message = f"stopped at step {stamp['step']} with its state saved\n  go on:  pithtrain resume {run.path}"
                 raise StoppedEarly(message)
-    last = rundir.last_attempt(run) or {}
+    last = rundir.last_attempt(run)
     if last.get("attempt") == attempt and last.get("end") is None:
         with contextlib.suppress(OSError):  # a full disk hides no cause
             why = jobs.cause(run, attempt, exit_codes).line

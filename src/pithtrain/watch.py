@@ -39,6 +39,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple, TextIO
@@ -431,11 +432,8 @@ def standing() -> tuple[str, bool]:
 
 def main_stack() -> str:
     """The main thread's stack as a traceback would show it, innermost last."""
-    lines: list[str] = []
-    for frame in reversed(_main_frames()):
-        text = linecache.getline(_file(frame), frame.f_lineno).strip()
-        lines.append(f'  File "{_file(frame)}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {text}\n')
-    return "".join(lines)
+    frames = ((frame, frame.f_lineno) for frame in reversed(_main_frames()))
+    return "".join(traceback.StackSummary.extract(frames).format())
 
 
 def _main_frames() -> list[FrameType]:
@@ -449,11 +447,7 @@ def _main_frames() -> list[FrameType]:
 
 def _frames(thread: threading.Thread) -> list[FrameType]:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # the documented way
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
 
 
 def _file(frame: FrameType) -> str:

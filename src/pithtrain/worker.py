@@ -224,7 +224,7 @@ def _begin(run: RunDir, attempt: int, here: Seat) -> None:
         run,
         attempt,
         launcher=here.launcher,
-        job_id=os.environ["SLURM_JOB_ID"] if here.launcher == "slurm" else (rundir.last_job(run) or {}).get("job_id"),
+        job_id=os.environ["SLURM_JOB_ID"] if here.launcher == "slurm" else rundir.last_job(run).get("job_id"),
         host=socket.gethostname(),
         pid=os.getpid(),
         nodes=os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
