@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The demo's corpus and tokenizer: text that is on every machine, the Python standard library's own. No download.
 
 .venv/bin/python demo/stdlib.py data/stdlib        (what `make setup` runs; about 20 s on two cores)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The last word of `make demo`: what the run reached, where it lies and what to type next. Fails if the loss did not.
 
 .venv/bin/python demo/summary.py runs/demo-1

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A real Slurm on one machine: two nodes with fake GPUs, for trying a run's whole life and for our own tests.
 
     .venv/bin/python slurm/cluster.py up | down | status [--dir D]         make cluster-up, cluster-down, cluster-status
