@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a preemption looks like: a real Slurm on this machine, a run of four processes on two nodes, a job of a higher
-# partition that takes the nodes away, the requeue, the resume. Needs .venv/bin first on PATH; takes two to three minutes.
+# partition that takes the nodes away, the requeue, the resume. Needs `pithtrain` on PATH; takes two to three minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
@@ -9,10 +9,10 @@ until_() { for _ in $(seq 240); do "$@" && return; sleep 0.5; done; echo "it too
 at_least() { [ "$(field step)" != None ] && [ "$(field step)" -ge "$1" ]; }
 is() { [ "$(field word)" = "$1" ]; }
 
-[ -e data/stdlib/tokenizer.json ] || python3 demo/stdlib.py data/stdlib
+[ -e data/stdlib/tokenizer.json ] || make setup
 if [ -z "${SLURM_CONF:-}" ]; then
-    python3 slurm/cluster.py status | grep -q ^up || trap 'say python3 slurm/cluster.py down' EXIT  # one that was up stays up
-    say python3 slurm/cluster.py up
+    make -s cluster-status | grep -q ^up || trap 'say make -s cluster-down' EXIT  # one that was up stays up
+    say make -s cluster-up
     export SLURM_CONF=~/.pithtrain/cluster/slurm.conf
 fi
 export PATH="$PATH:/usr/sbin"
