@@ -6,10 +6,9 @@
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from pithtrain import rundir
+from pithtrain import rundir, show
 from pithtrain.rundir import RunDir
 
 MEAN_OVER = 20
@@ -35,7 +34,7 @@ def main(run: RunDir) -> None:
         ("your own run", "cp configs/tiny.yaml configs/mine.yaml; .venv/bin/pithtrain validate configs/mine.yaml"),
     ):
         table.add_row(label, text)
-    Console(highlight=False).print(table)
+    show.console().print(table)
     if not final < LOSS:
         sys.exit(f"error: the mean of the last {len(last)} losses is {final:.4f}, not below {LOSS}")
 
