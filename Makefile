@@ -21,10 +21,12 @@ setup: .venv/ready data/stdlib/tokenizer.json ## .venv with the package and its 
 	touch $@
 
 data/stdlib/tokenizer.json: | .venv/ready
-	$(BIN)/pithtrain build-stdlib --output data/stdlib
+	$(BIN)/python demo/stdlib.py data/stdlib
 
 demo: setup ## tokenise, submit configs/tiny.yaml, wait, show the loss falling (a few minutes on two cores)
-	$(BIN)/pithtrain demo
+	set -e; n=1; while [ -e runs/demo-$$n ]; do n=$$((n + 1)); done; \
+	$(BIN)/pithtrain submit configs/tiny.yaml --name demo-$$n --wait; \
+	$(BIN)/python demo/summary.py runs/demo-$$n
 
 test test-fast: export OMP_NUM_THREADS = 1  # ranks of one test share the cores; thread pools would fight for them
 
@@ -81,7 +83,7 @@ doctor: setup ## [NODES=n] what this machine, or the cluster's nodes, lack
 	$(BIN)/pithtrain doctor $(if $(NODES),--nodes $(NODES))
 
 cluster-up cluster-down cluster-status: setup ## a real Slurm on this machine, with fake GPUs
-	$(BIN)/pithtrain cluster $(@:cluster-%=%)
+	$(BIN)/python slurm/cluster.py $(@:cluster-%=%)
 
 demo-slurm: setup ## the local cluster: submit, preemption, requeue, resume, in three minutes
 	PATH="$(CURDIR)/$(BIN):$$PATH" slurm/demo.sh

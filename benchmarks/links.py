@@ -68,12 +68,15 @@ def text(told: dict[str, Any], ranks: int) -> str:
 
 def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(latency in s, bytes a second) of (bytes, seconds) that make sum(((latency + bytes / rate) / seconds - 1)^2)
-    least; no latency below 0."""
+    least; no latency below 0. Times that do not grow with the size, as a busy host's, tell no rate: then it is the best
+    that was seen, which is less than the link's."""
     a, b = zip(*((1 / s, size / s) for size, s in points), strict=True)  # latency * a + b / rate = 1
     aa, ab, bb = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in ((a, a), (a, b), (b, b)))
     latency = (sum(a) * bb - sum(b) * ab) / (aa * bb - ab * ab)
     if latency < 0:
         return 0.0, bb / sum(b)
+    if sum(b) <= latency * ab:
+        return min(seconds for _, seconds in points), max(size / seconds for size, seconds in points)
     return latency, bb / (sum(b) - latency * ab)
 
 

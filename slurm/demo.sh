@@ -9,10 +9,10 @@ until_() { for _ in $(seq 240); do "$@" && return; sleep 0.5; done; echo "it too
 at_least() { [ "$(field step)" != None ] && [ "$(field step)" -ge "$1" ]; }
 is() { [ "$(field word)" = "$1" ]; }
 
-[ -e data/stdlib/tokenizer.json ] || pithtrain build-stdlib --output data/stdlib
+[ -e data/stdlib/tokenizer.json ] || make setup
 if [ -z "${SLURM_CONF:-}" ]; then
-    pithtrain cluster status | grep -q ^up || trap 'say pithtrain cluster down' EXIT  # one that was up stays up
-    say pithtrain cluster up
+    make -s cluster-status | grep -q ^up || trap 'say make -s cluster-down' EXIT  # one that was up stays up
+    say make -s cluster-up
     export SLURM_CONF=~/.pithtrain/cluster/slurm.conf
 fi
 export PATH="$PATH:/usr/sbin"

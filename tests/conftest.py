@@ -12,8 +12,8 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported: its interpreter runs our kernels on CPU tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import cluster
 from harness import Pool
-from pithtrain import cluster
 
 MISSING = [tool for tool in cluster.TOOLS if shutil.which(tool, path=cluster.search_path()) is None]
 NO_SLURM = f"no {', '.join(MISSING)} here: apt-get install slurm-wlm munge" if MISSING else None

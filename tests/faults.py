@@ -35,8 +35,11 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("slurm", "demo")]  # as pyproject.toml has it
+
+import cluster
 from harness import MODEL
-from pithtrain import cluster, rundir
+from pithtrain import rundir
 from pithtrain.catalog import folder as checkpoint_folder
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
@@ -91,7 +94,7 @@ class Faults:
         return rundir.jobs(self.run)[-1]["job_id"]
 
     def attempt(self) -> int:
-        return (rundir.last_attempt(self.run) or {}).get("attempt", 0)
+        return rundir.last_attempt(self.run).get("attempt", 0)
 
     def step(self) -> int:
         """The last finished step of the attempt that runs, 0 where it has not finished one."""
@@ -113,7 +116,7 @@ class Faults:
     def hurry(self) -> None:
         """A requeued job waits two minutes: start it now."""
         asked = self.ask("squeue", "--noheader", "--jobs", self.job, "--states=all", "--format=%T %r")
-        row = rundir.last_attempt(self.run) or {}
+        row = rundir.last_attempt(self.run)
         if asked.startswith("PENDING BeginTime") and time.time() - (row.get("end") or row.get("start") or 0) > 5:
             subprocess.run(["scontrol", "update", f"JobId={self.job}", "StartTime=now"], env=self.env, check=False,
                            capture_output=True)  # fmt: skip

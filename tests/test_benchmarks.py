@@ -311,6 +311,7 @@ def test_a_line_is_laid_through_the_times_of_messages(throughput: ModuleType) ->
     )
     assert latency_s == pytest.approx(20e-6, rel=0.2) and rate == pytest.approx(250e9, rel=0.2)
     assert links.fit([(10, 9e-9), (100, 1e-7)])[0] == 0
+    assert links.fit([(10, 4e-6), (1000, 3e-6), (100_000, 2e-6)]) == (2e-6, 5e10), "a host that got less busy"
 
 
 @pytest.mark.slow

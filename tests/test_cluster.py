@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import cluster
 from conftest import NO_SLURM, short_folder
 from fake_run import wait_for
-from pithtrain import cluster
 from pithtrain.errors import SlurmError
 
 needs_slurm = pytest.mark.skipif(NO_SLURM is not None, reason=NO_SLURM or "")

@@ -27,12 +27,12 @@ from oracle import configs, logits_of, oracle, spec_of
 from pithtrain import catalog, checkpoint, convert
 from pithtrain.build import build
 from pithtrain.checkpoint import Position, Reader, Saver
-from pithtrain.corpus import train_tokenizer
 from pithtrain.errors import CheckpointError, PithtrainError, SpecError
 from pithtrain.models.contract import HfTensor, ModelConfig, architecture_of, load_config
 from pithtrain.spec import RunSpec, from_dict, read_model
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
+from stdlib import train_tokenizer
 from test_cli import pithtrain
 from test_models import FOLDERS
 

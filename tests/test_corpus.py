@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
+import stdlib
 from pithtrain import corpus
 from pithtrain.errors import DataError
 
@@ -260,7 +261,7 @@ def test_a_corpus_that_is_not_whole_is_refused(tmp_path: Path, tokenizer: Path) 
 
 def test_trained_tokenizer_gives_back_any_text(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    corpus.train_tokenizer(["the quick brown fox\n"] * 20, 300, path)
+    stdlib.train_tokenizer(["the quick brown fox\n"] * 20, 300, path)
     tokenizer, vocabulary = corpus.load_tokenizer(path)
     assert vocabulary.eos_id == 0
     assert 257 < vocabulary.vocab_size <= 300
@@ -273,25 +274,27 @@ def test_trained_tokenizer_gives_back_any_text(tmp_path: Path) -> None:
 BUILD = """
 import os, signal, sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+import stdlib
 from pithtrain import corpus
 def die(*now):
     os.kill(os.getpid(), signal.SIGKILL)
-write_corpus = corpus.write_corpus
+write_corpus = stdlib.write_corpus
 if sys.argv[2] == "die":  # in the middle of the tokens
     corpus.BATCH_CHARACTERS = 1000
-    corpus.write_corpus = lambda *files: write_corpus(*files, shard_tokens=10, progress=die)
-corpus.stdlib_documents = lambda: (f"document {i} of the library" for i in range(2000))
-corpus.build_stdlib(Path(sys.argv[1]), 300)
+    stdlib.write_corpus = lambda *files: write_corpus(*files, shard_tokens=10, progress=die)
+stdlib.documents = lambda: (f"document {i} of the library" for i in range(2000))
+stdlib.build(Path(sys.argv[1]), 300)
 """
 
 
 def test_stdlib_is_built_once_by_any_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "data" / "stdlib"
-    build = [sys.executable, "-c", BUILD, str(out)]
-    assert subprocess.run([*build, "die"], timeout=60).returncode == -signal.SIGKILL
+    build, demo = [sys.executable, "-c", BUILD, str(out)], str(Path(stdlib.__file__).parent)
+    assert subprocess.run([*build, "die", demo], timeout=60).returncode == -signal.SIGKILL
     assert not out.exists()  # killed in the middle: nothing there yet, only what the next line removes
     shutil.rmtree(out.parent)
-    builders = [subprocess.Popen([*build, "live"]) for _ in range(3)]
+    builders = [subprocess.Popen([*build, "live", demo]) for _ in range(3)]
     assert [builder.wait(60) for builder in builders] == [0, 0, 0]
     c = corpus.open_corpus(out / "tokens")
     assert c.num_documents == 2000
@@ -301,20 +304,20 @@ def test_stdlib_is_built_once_by_any_number_of_processes(tmp_path: Path, monkeyp
     def few() -> Iterator[str]:
         return iter(["one document"] * 3)
 
-    monkeypatch.setattr(corpus, "stdlib_documents", few)
-    assert corpus.build_stdlib(out, 300) is None  # complete: nothing is done
+    monkeypatch.setattr(stdlib, "documents", few)
+    assert stdlib.build(out, 300) is None  # complete: nothing is done
     (out / "tokenizer.json").write_text("{}")  # another tokenizer than the corpus names: made again, both
-    report = corpus.build_stdlib(out, 300)
+    report = stdlib.build(out, 300)
     assert report is not None
     assert report.corpus.num_documents == 3
     assert report.corpus.path == out / "tokens"
     (out / "tokens" / corpus.MANIFEST).unlink()
-    assert corpus.build_stdlib(out, 300) is not None
+    assert stdlib.build(out, 300) is not None
 
 
 def test_stdlib_documents_are_real_text_and_repeat() -> None:
-    documents = list(corpus.stdlib_documents(600_000))
-    assert documents == list(corpus.stdlib_documents(600_000))
+    documents = list(stdlib.documents(600_000))
+    assert documents == list(stdlib.documents(600_000))
     assert "assert" in documents[0]
     assert 600_000 <= sum(map(len, documents)) < 900_000
     assert any("import" in text for text in documents[80:])

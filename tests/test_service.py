@@ -28,11 +28,12 @@ import numpy as np
 import pytest
 import yaml
 
+import cluster
 import pithtrain
 from conftest import NO_SLURM
 from fake_run import FINISHES, HEAD, TAIL, WAITS_FOR_STOP, WORLD
 from harness import MODEL
-from pithtrain import catalog, cluster, rundir
+from pithtrain import catalog, rundir
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
 from test_data import make
@@ -170,7 +171,7 @@ class Service:
         return RunDir(self.folder / "runs" / name)
 
     def job(self, run: RunDir) -> str:
-        return (rundir.last_job(run) or {})["job_id"]
+        return rundir.last_job(run)["job_id"]
 
     def squeue(self, run: RunDir) -> str:
         """`STATE REASON` of the run's newest job; empty where the controller has forgotten it."""
@@ -763,7 +764,7 @@ def test_matrix_21_from_inside_another_job(service: Service) -> None:
 
     def script(run: RunDir) -> str:
         [path] = run.slurm.glob("*_submission.sh")
-        text = path.read_text().replace((rundir.last_job(run) or {})["token"], "TOKEN")
+        text = path.read_text().replace(rundir.last_job(run)["token"], "TOKEN")
         return text.replace(str(run.path), "RUN").replace(f"--job-name={run.name}", "--job-name=NAME")
 
     def environment(run: RunDir, rank: int) -> dict[str, str]:

@@ -434,7 +434,7 @@ def test_a_controller_that_is_away_is_asked_again(fakes: Fakes, words: str) -> N
     assert slurm.call("squeue", "--me") == "ok\n"
     assert fakes.calls == ["squeue --me"] * 4
     fakes.add("squeue", does=f'echo "{words}" >&2; exit 1')
-    with pytest.raises(SlurmError, match="cluster status") as caught:
+    with pytest.raises(SlurmError, match="make cluster-status") as caught:
         slurm.call("squeue")
     assert words in str(caught.value) and caught.value.exit_code == 1 and len(fakes.calls) == 8
 

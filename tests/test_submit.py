@@ -20,6 +20,7 @@ from pithtrain import corpus, jobs, rundir, slurm, submit
 from pithtrain.errors import RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
+from stdlib import train_tokenizer
 
 FAILS_ON_ONE = """
 def run(spec, run_dir, place, watch):
@@ -210,7 +211,7 @@ def test_sbatch_s_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.M
     run, spec = make_run(tmp_path, FINISHES)
     with pytest.raises(RunFailed, match=refusal):
         submit.submit(run, spec, "slurm")
-    assert rundir.last_job(run) is None
+    assert rundir.last_job(run) == {}
 
 
 def test_without_slurm_it_is_local_and_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +507,7 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
 def test_case_015_two_runs_at_the_same_moment_are_separate_worlds(tmp_path: Path) -> None:
     """The real engine, twice two processes, three times over: both finish with equal losses."""
     texts = [f"{number} plus {number} is {2 * number}. " * 20 for number in range(60)]
-    corpus.train_tokenizer(iter(texts), 512, tmp_path / "tokenizer.json")
+    train_tokenizer(iter(texts), 512, tmp_path / "tokenizer.json")
     corpus.write_corpus(iter(texts), tmp_path / "runs" / "none", tmp_path / "tokenizer.json")
     for turn in range(3):
         names = [f"left-{turn}", f"right-{turn}"]

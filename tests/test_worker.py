@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fake_run import FINISHES, WAITS_FOR_STOP, ends, is_waiting, make_run, start_workers, wait_for
-from pithtrain import rundir, watch, worker
+from pithtrain import rundir, slurm, watch, worker
 from pithtrain.errors import RunDirError, SpecError
 from pithtrain.rundir import RunDir
 from pithtrain.world import Place
@@ -82,7 +82,7 @@ def test_by_hand_srun_meets_at_the_first_node_since_the_launch_node_is_a_login_n
     [("n0", "n0"), ("n0,n1", "n0"), ("gpu[003-010,12],x1", "gpu003"), ("a[1,3]-ib,b2", "a1-ib"), ("r1n[7]", "r1n7")],
 )
 def test_first_host(nodes: str, first: str) -> None:
-    assert worker.first_host(nodes) == first
+    assert slurm.hostnames(nodes)[0] == first
 
 
 def test_case_015_ports_of_jobs_and_steps_differ_and_are_not_ephemeral() -> None:

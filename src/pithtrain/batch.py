@@ -60,9 +60,7 @@ MAX_IDLE = 5  # attempts in a row that gained no step: preemptions may come that
 
 def before(run: RunDir) -> int:
     """Make the job known, see to what the last attempt left, look at each node. Returns 0 where training may start.
-
-    Whatever else it returns, `after` is asked next, which ends the job at once where there is NOTHING_TO_DO.
-    """
+    Whatever else it returns, `after` is asked next, which ends the job at once where there is NOTHING_TO_DO."""
     attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
     print(jobs.header(attempt), file=sys.stderr, flush=True)
     rundir.require_own(run)
@@ -75,7 +73,7 @@ def before(run: RunDir) -> int:
     for stale in run.slurm.glob("*.save_tmp"):  # submitit refuses to start over one
         stale.unlink()
     last = rundir.last_attempt(run)
-    if last is not None and last["attempt"] < attempt and last.get("job_id") == job_id and not last.get("requeued"):
+    if last and last["attempt"] < attempt and last.get("job_id") == job_id and not last.get("requeued"):
         # not we: a node was lost, with the batch script or under it
         why = "its job was killed: the node was lost, or Slurm took it back before it could save"
         fields = {"ended": last.get("ended") or "killed", "why": why, "requeued": True, "reached": jobs.reached(run)}
@@ -105,16 +103,13 @@ def before(run: RunDir) -> int:
 
 
 def refuse_stray(run: RunDir, attempt: int, job_id: str) -> None:
-    """Raises SystemExit(NOTHING_TO_DO) where this job is not the run's, or has been decided.
-
-    An old job that somebody requeued, or a site's rule about exit codes, must not train beside the newest one or
-    against a verdict.
-    """
-    newest = rundir.last_job(run) or {}
+    """Raises SystemExit(NOTHING_TO_DO) where this job is not the run's, or has been decided. An old job that somebody
+    requeued, or a site's rule about exit codes, must not train beside the newest one or against a verdict."""
+    newest = rundir.last_job(run)
     if newest.get("token") != os.environ.get("PITHTRAIN_TOKEN") or newest.get("job_id") not in (None, job_id):
         print(f"job {job_id} is not the newest of {run.name}, which is {newest.get('job_id')}: nothing to do")
         raise SystemExit(NOTHING_TO_DO)
-    last = rundir.last_attempt(run) or {}
+    last = rundir.last_attempt(run)
     mine = last.get("job_id") == job_id and last.get("attempt", 0) < attempt
     if mine and rundir.stamp(run.stop, last["attempt"]):  # cancelled while the requeue was on its way
         why = f"{last.get('why')}; cancelled before it did"
@@ -131,15 +126,9 @@ def look_at_nodes(run: RunDir, spec: RunSpec, nodes: str) -> str | None:
     count = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     spread = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=30"]
     task = [sys.executable, "-m", "pithtrain.batch", "node", str(run.path), str(time.time())]
+    command = ["srun", *spread, *spec.slurm.srun_args, *task]
     try:
-        done = subprocess.run(
-            ["srun", *spread, *spec.slurm.srun_args, *task],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=NODE_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=NODE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return f"a node of {nodes} did not start a task within {NODE_TIMEOUT_S} s"
     except OSError as error:
@@ -196,9 +185,7 @@ def node_problems(run: RunDir, spec: RunSpec) -> list[str]:
     if spec.training.device != "cpu" and smi is not None and not any("gpu" in arg for arg in spec.slurm.srun_args):
         want = spec.slurm.gpus_per_node
         try:
-            listed = subprocess.run(
-                [smi, "--list-gpus"], capture_output=True, text=True, timeout=DEVICE_TIMEOUT_S, check=False
-            )
+            listed = subprocess.run([smi, "--list-gpus"], capture_output=True, text=True, timeout=DEVICE_TIMEOUT_S)
             have = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
             if have < want:
                 said = (listed.stderr or listed.stdout).strip().splitlines()
@@ -224,13 +211,11 @@ KILLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO (NODE FAILUR
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known when all ranks are gone. Steps are the highest finished ones; None: there was none.
-
-    `cancelled`: `pithtrain cancel` asked for this end. `ending`: Slurm is already taking the job back, and has
-    queued it again where `slurm_requeues`. `preempted`: Slurm says so. `retry`: the cause may pass by itself.
-    `crashes`: crashes of this job before this one, `last_crash_step` how far the run was at the newest of them. `idle`:
-    attempts in a row, this one included, that gained no step.
-    """
+    """What is known when all ranks are gone. Steps are the highest finished ones; None: there was none. `cancelled`:
+    `pithtrain cancel` asked for this end. `ending`: Slurm is already taking the job back, and has queued it again where
+    `slurm_requeues`. `preempted`: Slurm says so. `retry`: the cause may pass by itself. `crashes`: crashes of this job
+    before this one, `last_crash_step` how far the run was at the newest of them. `idle`: attempts in a row, this one
+    included, that gained no step."""
 
     exit_code: int
     done_step: int | None = None
@@ -392,13 +377,11 @@ def gather(run: RunDir, attempt: int, job_id: str, exit_code: int) -> Facts:
 
 
 def how_it_ends(about: dict[str, str], preempted: bool, log: str) -> tuple[Ending | None, bool]:
-    """Why Slurm is taking the job back, None where it is not, and whether it has queued it again.
-
-    `log`: what this attempt's batch script wrote. The word for a job that is being killed, COMPLETING, hides the
-    reason, and most of what told it may be gone by now: a lost node is up again, and a job that is queued again shows
-    no PreemptTime, RunTime or Reason. Its count of restarts stays. Slurm raises it as it kills the job, above the count
-    that this attempt began with, and not for a scancel. Where Slurm does not queue it again, the Reason stays instead.
-    """
+    """Why Slurm is taking the job back, None where it is not, and whether it has queued it again. `log`: what this
+    attempt's batch script wrote. The word for a job that is being killed, COMPLETING, hides the reason, and most of
+    what told it may be gone by now: a lost node is up again, and a job that is queued again shows no PreemptTime,
+    RunTime or Reason. Its count of restarts stays. Slurm raises it as it kills the job, above the count that this
+    attempt began with, and not for a scancel. Where Slurm does not queue it again, the Reason stays instead."""
     if int(about.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
         said = [*KILLED.findall(log), ""][0]  # words for people: the job goes on whatever the log says
         words: dict[str, Ending] = {"NODE FAILURE": "node lost", "PREEMPTION": "preempted: the grace time was over"}

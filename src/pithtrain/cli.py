@@ -35,14 +35,16 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-cluster_app = typer.Typer(help="A real Slurm on this machine, for trying and for tests.", no_args_is_help=True)
-app.add_typer(cluster_app, name="cluster")
-
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run spec, a YAML file.", show_default=False)]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the spec; may be repeated.")
 ]
+Name = Annotated[str | None, typer.Option("--name", help="The run's name; the spec's own otherwise.")]
+Force = Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, directory or job id.", show_default=False)]
+RunOrFolder = Annotated[
+    str, typer.Argument(metavar="RUN|FOLDER", help="A run, or the folder of a checkpoint.", show_default=False)
+]
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="The folder that holds the run directories.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 
@@ -50,10 +52,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to 
 class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
-
-
-DEMO_LOSS = 5.3  # nats per token, mean of the last 20 steps: what `make demo` must reach from ln(4096) = 8.3
-MEAN_OVER = 20
 
 
 def example(*lines: str) -> str:
@@ -74,7 +72,7 @@ def validate(config: Config, overrides: Set = None) -> None:
         except SlurmError as error:
             problems, notes = [], [f"the cluster could not be asked: {error}"]
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            _note(note)
         if problems:
             raise SpecError(problems, str(config))
     print(spec.to_yaml(), end="")
@@ -119,16 +117,6 @@ def tokenize(
     print(report)
 
 
-@app.command(name="build-stdlib", epilog=example("pithtrain build-stdlib --output data/stdlib"))
-def build_stdlib(
-    output: Annotated[Path, typer.Option(help="Where tokenizer and tokens are made.")] = Path("data/stdlib"),
-) -> None:
-    """Make the demo's corpus and tokenizer from the Python standard library's own text, once (about 20 s)."""
-    from pithtrain import corpus
-
-    print(corpus.build_stdlib(output) or f"{output} is there already")
-
-
 # ---- starting a run --------------------------------------------------------------------------------------------------
 
 
@@ -136,10 +124,10 @@ def build_stdlib(
 def submit(
     config: Config,
     overrides: Set = None,
-    name: Annotated[str | None, typer.Option(help="The run's name; the spec's own otherwise.")] = None,
+    name: Name = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print spec and sbatch script, touch nothing.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Stay until the run has ended, showing the loss.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Start a run through Slurm where it is configured, else as local processes in the background."""
@@ -149,7 +137,11 @@ def submit(
         print(spec.to_yaml(), end="")
         print(f"\n# ---- {run.slurm}/JOBID_submission.sh\n{starting.render(spec, run)}", end="")
         return
-    run = _submit(spec, force, as_json)
+    by = starting.launcher()
+    notes = starting.check(spec, by, force)
+    run = _create(spec)
+    job = _start(run, spec, by)
+    print(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
     if wait:
         _wait(run)
 
@@ -158,7 +150,7 @@ def submit(
 def train(
     config: Config,
     overrides: Set = None,
-    name: Annotated[str | None, typer.Option(help="The run's name; the spec's own otherwise.")] = None,
+    name: Name = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory itself, instead of output_dir/name.")] = None,
 ) -> None:
     """Train in the foreground: one process per rank on this host, or under torchrun or srun if one started this.
@@ -170,7 +162,7 @@ def train(
     def prepare() -> RunDir:
         path = run_dir or spec.output_dir / spec.name
         again = worker.seat(os.environ).restarts > 0  # torchrun starts all ranks again after one has failed
-        if again and (rundir.last_job(RunDir(path)) or {}).get("parent") == os.getppid():
+        if again and rundir.last_job(RunDir(path)).get("parent") == os.getppid():
             return RunDir(path.absolute())
         return _create(spec, run_dir)
 
@@ -196,7 +188,7 @@ def resume(
     if exclude is not None:
         before = load(found.spec_yaml).slurm.exclude
         changes.append(f"slurm.exclude={json.dumps(','.join(filter(None, [before, exclude])))}")
-    if (rundir.last_job(found) or {}).get("launcher") == "train" or worker.seat(os.environ).world_size > 1:
+    if rundir.last_job(found).get("launcher") == "train" or worker.seat(os.environ).world_size > 1:
 
         def prepare() -> RunDir:
             with rundir.locked(found):
@@ -209,11 +201,7 @@ def resume(
         print("\n".join(starting.resume(found, changes, force, exclude is not None)))
 
 
-@app.command(
-    epilog=example(
-        "pithtrain sweep configs/tiny.yaml --grid optimizer.lr=1e-3,2e-3 --grid training.seed=1,2 --max-parallel 2"
-    )
-)
+@app.command(epilog=example("pithtrain sweep configs/tiny.yaml --grid optimizer.lr=1e-3,2e-3 --grid training.seed=1,2"))
 def sweep(
     config: Config,
     grid: Annotated[list[str], typer.Option(metavar="A.B=V1,V2", help="A key and its values; may be repeated.")],
@@ -221,7 +209,7 @@ def sweep(
     name: Annotated[str | None, typer.Option(help="Names the sweep; the spec's own name otherwise.")] = None,
     max_parallel: Annotated[int | None, typer.Option(min=1, help="Jobs of the sweep that run at a time.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, touch nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Let Slurm decide about what our checks refuse.")] = False,
+    force: Force = False,
 ) -> None:
     """Submit one ordinary run for each point of a grid; they share a W&B group. Needs Slurm.
 
@@ -241,12 +229,8 @@ def sweep(
     if len({spec.name for spec in specs}) < len(specs):
         raise RunDirError("two points of the grid have the same name: give values that differ in letters or digits")
     if dry_run:
-        print(
-            "\n".join(
-                f"{spec.name}: {' '.join(f'{k}={v}' for k, v in p.items())}"
-                for spec, p in zip(specs, points, strict=True)
-            )
-        )
+        for spec, point in zip(specs, points, strict=True):
+            print(f"{spec.name}: {' '.join(f'{key}={value}' for key, value in point.items())}")
         return
     by = starting.launcher()
     if by != "slurm":
@@ -263,28 +247,6 @@ def sweep(
                 print(f"the {number} runs above are submitted; `{show.me()} cancel RUN` ends one", file=sys.stderr)
             raise
         print(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
-
-
-@app.command(epilog=example("pithtrain demo"))
-def demo(
-    config: Annotated[Path, typer.Option(help="The spec to run.")] = Path("configs/tiny.yaml"),
-    name: Annotated[str | None, typer.Option(help="The run's name; demo-1, demo-2, ... otherwise.")] = None,
-) -> None:
-    """Everything once, on this machine: text, tokens, a submitted run of four processes, a falling loss."""
-    from pithtrain import corpus
-
-    print("corpus: the Python standard library's own text")
-    print(corpus.build_stdlib(Path("data/stdlib")) or "data/stdlib is there already")
-    taken = {run.name for run in rundir.runs(load(config).output_dir)}
-    name = name or next(free for number in range(1, 10**6) if (free := f"demo-{number}") not in taken)
-    run = _submit(_load(config, None, name))
-    began = time.time()
-    _wait(run)
-    last = [row["loss"] for row in rundir.read_lines(run.metrics)[-MEAN_OVER:]]
-    final = sum(last) / len(last)
-    show.console().print(show.demo_summary(run, time.time() - began, final, len(last)))
-    if not final < DEMO_LOSS:
-        raise RunFailed(f"the mean of the last {len(last)} losses is {final:.4f}, not below {DEMO_LOSS}")
 
 
 def _foreground(prepare: Callable[[], RunDir]) -> None:
@@ -325,15 +287,6 @@ def _create(spec: RunSpec, run_dir: Path | None = None) -> RunDir:
     return rundir.create(path, spec.to_yaml(), make_plan(spec).to_dict(), sys.argv)
 
 
-def _submit(spec: RunSpec, force: bool = False, as_json: bool = False) -> RunDir:
-    by = starting.launcher()
-    notes = starting.check(spec, by, force)
-    run = _create(spec)
-    job = _start(run, spec, by)
-    print(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
-    return run
-
-
 def _start(run: RunDir, spec: RunSpec, by: starting.Launcher, lane: str | None = None) -> dict[str, Any]:
     """Submit a run whose directory was just made; where that is refused, the same command works once it is mended."""
     try:
@@ -359,11 +312,14 @@ def status(
     With RUN: its attempts too, the first cause of a failure on top, and the next commands.
     """
 
-    def look() -> tuple[list[RunDir], list[jobs.State]]:
+    def look() -> tuple[list[jobs.State], list[Any]]:
+        """The states, and what is printed of them."""
         chosen = rundir.runs(output_dir) if run is None else [rundir.find(run, output_dir)]
-        return chosen, jobs.states(chosen)
+        found = jobs.states(chosen)
+        one = run is not None and found[0].word != "damaged"
+        return found, list(show.detail(chosen[0], found[0])) if one else [show.states_table(found)]
 
-    chosen, states = look()
+    states, tables = look()
     if as_json:
         print(json.dumps([dataclasses.asdict(each) for each in states]))
         return
@@ -371,23 +327,17 @@ def status(
         print(f"no runs in {output_dir}")
         return
     out = show.console()
-
-    def tables() -> list[Any]:
-        one = run is not None and states[0].word != "damaged"
-        return list(show.detail(chosen[0], states[0])) if one else [show.states_table(states)]
-
     if not watch:
-        for part in tables():
-            out.print(part)
+        for table in tables:
+            out.print(table)
         return
     from rich.console import Group
     from rich.live import Live
 
-    with contextlib.suppress(KeyboardInterrupt), Live(Group(*tables()), console=out, auto_refresh=False) as live:
+    with contextlib.suppress(KeyboardInterrupt), Live(Group(*tables), console=out, auto_refresh=False) as live:
         while True:
             time.sleep(jobs.SLURM_POLL_S)
-            chosen, states = look()
-            live.update(Group(*tables()), refresh=True)
+            live.update(Group(*look()[1]), refresh=True)
 
 
 @app.command(epilog=example("pithtrain logs tiny --rank 3", "pithtrain logs tiny -f", "pithtrain logs tiny --err"))
@@ -397,13 +347,13 @@ def logs(
     attempt: Annotated[int | None, typer.Option(min=1, help="The newest attempt otherwise.")] = None,
     err: Annotated[bool, typer.Option("--err", help="The earliest error of any rank instead.")] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stay, also over attempts, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Stay, over attempts too, until the run ends.")
     ] = False,
     output_dir: OutputDir = Path("runs"),
 ) -> None:
     """Print the log of one rank, or the first error."""
     found = rundir.find(run, output_dir)
-    number = attempt or (rundir.last_attempt(found) or {}).get("attempt", 1)
+    number = attempt or rundir.last_attempt(found).get("attempt", 1)
     if err:
         rows = {row["attempt"]: row for row in rundir.read_lines(found.attempts)}
         first, why = rundir.first_error(found, number), rows.get(number, {}).get("why")
@@ -452,9 +402,7 @@ def stacks(run: Run, output_dir: OutputDir = Path("runs")) -> None:
 
 @app.command(epilog=example("pithtrain inspect tiny", "pithtrain inspect runs/tiny/checkpoints/step-00000200 --verify"))
 def inspect(
-    what: Annotated[
-        str, typer.Argument(metavar="RUN|FOLDER", help="A run, or the folder of a checkpoint.", show_default=False)
-    ],
+    what: RunOrFolder,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every tensor; compare it with what was saved.")
     ] = False,
@@ -508,7 +456,7 @@ def _place(what: str, output_dir: Path) -> Path:
     epilog=example("pithtrain export-hf tiny hf/tiny", "pithtrain export-hf STEP_FOLDER hf/tiny --dtype float32"),
 )
 def export_hf(
-    source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run, or a checkpoint.", show_default=False)],
+    source: RunOrFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)],
     dtype: Annotated[Dtype, typer.Option(help="Of the matrices; norms and routers stay float32.")] = Dtype.bfloat16,
     output_dir: OutputDir = Path("runs"),
@@ -583,46 +531,6 @@ def doctor(
     print(checking.as_json(checks) if as_json else checking.text(checks))
     if checking.failed(checks):
         raise SystemExit(1)
-
-
-Folder = Annotated[Path | None, typer.Option("--dir", help="Its folder; ~/.pithtrain/cluster otherwise.")]
-
-
-@cluster_app.command(
-    name="up", epilog=example("pithtrain cluster up", "export SLURM_CONF=~/.pithtrain/cluster/slurm.conf")
-)
-def cluster_up(
-    folder: Folder = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes, all of them this machine.")] = 2,
-    gpus: Annotated[int, typer.Option(min=1, help="Fake GPUs of a node.")] = 4,
-) -> None:
-    """Start a real Slurm on this machine, with fake GPUs."""
-    from pithtrain import cluster
-
-    where = folder or cluster.DEFAULT
-    began = cluster.up(where, nodes, gpus)
-    print(f"{'up' if began else 'it was up already'}: {where}")
-    print(f"  export SLURM_CONF={shlex.quote(str(cluster.status(where).conf))}")
-
-
-@cluster_app.command(name="down", epilog=example("pithtrain cluster down"))
-def cluster_down(folder: Folder = None) -> None:
-    """Cancel its jobs and stop it."""
-    from pithtrain import cluster
-
-    print("down" if cluster.down(folder or cluster.DEFAULT) else "it was not running")
-
-
-@cluster_app.command(name="status", epilog=example("pithtrain cluster status"))
-def cluster_status(folder: Folder = None) -> None:
-    """Its daemons, nodes and jobs."""
-    from pithtrain import cluster
-
-    now = cluster.status(folder or cluster.DEFAULT)
-    daemons = ", ".join(f"{name} {'runs' if alive else 'does not run'}" for name, alive in now.daemons.items())
-    print(f"{'up' if now.is_up else 'down'}: {daemons}")
-    print("\n".join(f"  {name}  {state}" for name, state in now.nodes.items()))
-    print(f"  jobs: {now.jobs}\n  export SLURM_CONF={shlex.quote(str(now.conf))}")
 
 
 @contextlib.contextmanager

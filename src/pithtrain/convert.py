@@ -92,10 +92,9 @@ def export_hf(
     progress: Progress = _silent,
 ) -> int:
     """Write a checkpoint, or a run's newest, as a Hugging Face folder that appears whole or not at all; -> its bytes.
-
     `size` ranks may share the work: file k is rank k % size's, and each calls this with the same `barrier`. `note` is
-    told what `out` will lack. Raises CheckpointError: `out` exists, the source is damaged, the disk does not take it.
-    """
+    told what `out` will lack. Raises CheckpointError: `out` exists, the source is damaged, the disk does not take
+    it."""
     note = note if rank == 0 else _silent
     if out.exists():
         raise CheckpointError(f"{out} exists already: name another folder, or remove it")
@@ -298,9 +297,7 @@ class HfFolder:
     def match(self, config: ModelConfig) -> dict[str, list[HfTensor]]:
         """Parameter -> the tensors that fill it, as this folder has them; [] for one that has no place in the format.
         Layers of multi-token prediction, published behind the model's own and known by their `eh_proj`, are left out.
-
-        Raises CheckpointError listing every tensor that is missing, unexpected or of another shape.
-        """
+        Raises CheckpointError listing every tensor that is missing, unexpected or of another shape."""
         pieces: dict[str, list[HfTensor]] = {info.name: [] for info in config.parameters()}
         for row in config.hf_tensors():
             if not row.copy or row.name in self.tensors:
@@ -326,9 +323,7 @@ class HfFolder:
 
     def rows(self, info: Parameter, pieces: Sequence[HfTensor], first: int, count: int) -> Tensor:
         """Rows [first, first + count) of a stored parameter, fp32; a file is mapped only while one piece is read.
-
-        Raises CheckpointError where a second copy of the parameter holds other values.
-        """
+        Raises CheckpointError where a second copy of the parameter holds other values."""
         whole = torch.empty(count, *info.stored_shape[1:])
         for piece in pieces:
             height = _height(piece, whole.shape)
@@ -393,11 +388,9 @@ def _read_json(path: Path) -> Json:
 def import_hf(
     source: Path, out: Path, architecture: str | None = None, note: Note = _silent, progress: Progress = _silent
 ) -> Path:
-    """Write a Hugging Face folder as a checkpoint of kind "weights", for `init_from`; -> `out`.
-
-    `architecture` is a folder of models/, the one for the config's `model_type` otherwise. Raises SpecError for a
-    config.json that this model does not read, CheckpointError for tensors or a disk.
-    """
+    """Write a Hugging Face folder as a checkpoint of kind "weights", for `init_from`; -> `out`. `architecture` is a
+    folder of models/, the one for the config's `model_type` otherwise. Raises SpecError for a config.json that this
+    model does not read, CheckpointError for tensors or a disk."""
     if architecture is None:
         architecture = architecture_of(str(_read_json(source / CONFIG).get("model_type")))
         if "/" in architecture:  # it would be a folder outside the package, whose code is run: not for a file to say
@@ -426,11 +419,9 @@ def import_hf(
 
 
 def init(path: Path, zero: Zero, world: World, model: ModelSection, report: Note, tokenizer: str | None = None) -> None:
-    """`init_from`: the weights of a Hugging Face folder, a checkpoint or a run's newest into this rank's shards.
-
-    Every rank calls it and reads its own rows alone. Names and shapes must be this model's; other fields that differ,
-    and the tokenizer where `tokenizer` (a sha256) is given, are reported, by rank 0. Raises CheckpointError.
-    """
+    """`init_from`: the weights of a Hugging Face folder, a checkpoint or a run's newest into this rank's shards. Every
+    rank calls it and reads its own rows alone. Names and shapes must be this model's; other fields that differ, and the
+    tokenizer where `tokenizer` (a sha256) is given, are reported, by rank 0. Raises CheckpointError."""
     report = report if world.rank == 0 else _silent
     ours = model.model_dump(mode="json")
     if world.from_rank_zero((path / CONFIG).exists()):

@@ -31,7 +31,6 @@ import json
 import os
 import secrets
 import shutil
-import sysconfig
 import zlib
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -43,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 from pydantic_core import from_json
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers import Tokenizer
 
 from pithtrain.errors import DataError
 
@@ -284,7 +283,7 @@ def write_corpus(
                     yield [*encoding.ids, vocabulary.eos_id]
             progress(written)
 
-    with _aside(output, overwrite) as aside:
+    with written_aside(output, overwrite) as aside:
         shards: list[Shard] = []
         rest = encoded()
         for first in rest:
@@ -316,7 +315,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _aside(place: Path, overwrite: bool) -> Generator[Path]:
+def written_aside(place: Path, overwrite: bool) -> Generator[Path]:
     """A hidden directory beside `place` to fill, which becomes `place` by a rename; after an error nothing is left.
     Raises DataError when `place` exists and may not be overwritten, or when that would remove a file no corpus has."""
     if place.exists() and not overwrite:
@@ -419,48 +418,3 @@ def load_tokenizer(path: Path, eos: str = EOS) -> tuple[Tokenizer, Vocabulary]:
         special = sorted(t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special)
         raise DataError(f"{path}: has no token {eos!r} to end documents with (--eos); its special tokens: {special}")
     return tokenizer, Vocabulary(max(ids.values()) + 1, ids[eos], fingerprint)
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE with one special token, EOS = 0, and writes its `tokenizer.json`. Any text round-trips.
-    `vocab_size` counts EOS and the 256 bytes."""
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS])
-    tokenizer.save(str(path))
-
-
-def stdlib_documents(max_characters: int = 12_000_000) -> Iterator[str]:
-    """Real text that is on every machine: Python's help topics, then the standard library's modules but for tests,
-    sorted by path. Ends with the document that reaches `max_characters`."""
-    from pydoc_data.topics import topics
-
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
-    modules = sorted(p for p in root.rglob("*.py") if p.is_file() and not left_out & set(p.relative_to(root).parts))
-    sources = (p.read_text(encoding="utf-8", errors="ignore") for p in modules)  # a few are in another encoding
-    characters = 0
-    for text in itertools.chain((topics[name] for name in sorted(topics)), sources):
-        yield text
-        characters += len(text)
-        if characters >= max_characters:
-            return
-
-
-def build_stdlib(output: Path, vocab_size: int = 4096) -> Report | None:
-    """Makes `output`/tokenizer.json and the corpus `output`/tokens of the standard library, in about 20 s on two cores;
-    None when both are there already. It may be killed at any time: the directory appears whole, and of two processes
-    at once each makes its own and the first one stays."""
-    with contextlib.suppress(DataError):
-        made_with = open_corpus(output / "tokens").vocabulary.tokenizer_sha256
-        if made_with == tokenizer_sha256(output / "tokenizer.json"):
-            return None
-    damaged = output.exists()
-    try:
-        with _aside(output, overwrite=damaged) as aside:
-            train_tokenizer(stdlib_documents(), vocab_size, aside / "tokenizer.json")
-            report = write_corpus(stdlib_documents(), aside / "tokens", aside / "tokenizer.json")
-    except DataError:
-        if damaged or not output.exists():
-            raise
-        return None  # another process was faster
-    return dataclasses.replace(report, corpus=open_corpus(output / "tokens"))

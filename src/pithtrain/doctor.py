@@ -84,10 +84,8 @@ def check_host(output_dir: Path) -> list[Check]:
 
 def check_nodes(nodes: int, output_dir: Path, site: SlurmSection | None = None) -> list[Check]:
     """Each of `nodes` nodes, and the collectives between them, in one job that takes them whole where they have GPUs.
-
     `site`: a run's slurm section, of which the job gets what says where and how (partition, account, env, setup,
-    srun_args); without one, what any srun reads: SLURM_PARTITION, SLURM_ACCOUNT, ... Ends within QUEUE_S + NODES_S.
-    """
+    srun_args); without one, what any srun reads: SLURM_PARTITION, SLURM_ACCOUNT, ... Ends within QUEUE_S + NODES_S."""
     site = site or SlurmSection()
     if not slurm.configured():
         return [Check("nodes", "FAIL", "there is no Slurm on this machine", "run it where `sinfo` answers")]
@@ -248,7 +246,7 @@ def judge_devices(listed: str | None, seen: int, built_for: str | None, given: s
         why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
         mend = f"{why} says why: CUDA_VISIBLE_DEVICES is empty, or the driver older than CUDA {built_for}"
         return Check("devices", "FAIL", found, mend)
-    mend = "--exclude this node, whose driver is broken (the GPUs of `pithtrain cluster up` are fake: leave them)"
+    mend = "--exclude this node, whose driver is broken (the GPUs of `make cluster-up` are fake: leave them)"
     return _judge("devices", not given, f"Slurm gives {given} GPUs, no driver answers" if given else "no GPU", mend)
 
 
@@ -377,7 +375,7 @@ def _slurm() -> Iterator[Check]:
         took = time.monotonic() - began
         listed = slurm.call("scontrol", "show", "partition", "--oneliner")
     except SlurmError as error:
-        yield Check("slurm", "FAIL", str(error).splitlines()[0], "`pithtrain cluster status`, `scontrol ping`")
+        yield Check("slurm", "FAIL", str(error).splitlines()[0], "`make cluster-status`, `scontrol ping`")
         return
     yield Check("slurm", "OK", f"{config.get('SLURM_VERSION', '?')}, its controller answers in {took * 1e3:,.0f} ms")
     kept = f"an ended job is known for MinJobAge = {config.get('MinJobAge', '?')}, after that by its run directory"
@@ -448,10 +446,8 @@ def _whole_nodes(partition: str | None) -> list[str]:
 
 
 def node(output_dir: Path) -> None:
-    """A node's task: JSON lines about this machine, then about the meeting with the others.
-
-    The lines are short, since srun cuts those of more than 1024 bytes and mixes the pieces of different tasks.
-    """
+    """A node's task: JSON lines about this machine, then about the meeting with the others. The lines are short, since
+    srun cuts those of more than 1024 bytes and mixes the pieces of different tasks."""
 
     def say(**fields: Any) -> None:
         print(json.dumps({"doctor": os.environ["SLURMD_NODENAME"], **fields}), flush=True)
@@ -478,7 +474,7 @@ def node(output_dir: Path) -> None:
 
 def _address() -> str:
     """Rank 0's host. A batch script's srun tells it, ours is elsewhere; where a name does not resolve, Slurm knows."""
-    host = os.environ.get("MASTER_ADDR") or worker.first_host(os.environ["SLURM_STEP_NODELIST"])
+    host = os.environ.get("MASTER_ADDR") or slurm.hostnames(os.environ["SLURM_STEP_NODELIST"])[0]
     try:
         socket.getaddrinfo(host, None)
     except OSError:

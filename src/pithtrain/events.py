@@ -76,7 +76,8 @@ class Metrics:
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in rare}
         row |= {} if self.expert_load is None else {"expert_load": self.expert_load}
         row |= {f"val_loss/{source}": loss for source, loss in self.val_loss.items()}
-        return {key: _finite(value) for key, value in row.items()}
+        infinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        return row | dict.fromkeys(infinite)
 
 
 def layer_load(layer: int, counts_E: Sequence[int]) -> dict[str, Any]:
@@ -159,10 +160,8 @@ class Events:
 
 
 class Wandb:
-    """The one W&B run of all attempts, or nothing: every failure turns it off with one warning.
-
-    `import wandb` costs about a second, so it happens here, on rank 0, and only when asked for.
-    """
+    """The one W&B run of all attempts, or nothing: every failure turns it off with one warning. `import wandb` costs
+    about a second, so it happens here, on rank 0, and only when asked for."""
 
     def __init__(self, run: RunDir, spec: RunSpec, attempt: int, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -258,7 +257,3 @@ def _open_whole(path: Path) -> TextIO:
         if whole < len(text):
             file.truncate(whole)
     return path.open("a", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -35,7 +35,6 @@ from pithtrain.watch import process_start
 
 POLL_S = 0.5
 SLURM_POLL_S = 5.0  # one squeue each: the controller serves everyone
-TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
 FRESH_S = 60.0  # a heartbeat younger than this is one of a living run
 SILENT_S = 3600.0  # a run of another host that has not moved for so long may be gone with it
 
@@ -44,10 +43,8 @@ Queue = Mapping[str, slurm.Job]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """One run at one moment; None where nothing is known (yet). `why` is one line: a cause, or what it waits for.
-
-    Times are seconds: `step_age_s` since the last finished step, `time_left_s` of the job's time limit.
-    """
+    """One run at one moment; None where nothing is known (yet). `why` is one line: a cause, or what it waits for. Times
+    are seconds: `step_age_s` since the last finished step, `time_left_s` of the job's time limit."""
 
     name: str
     word: str
@@ -77,7 +74,7 @@ def states(found: Sequence[RunDir]) -> list[State]:
     out: list[State] = []
     for run in found:
         try:
-            if queue is None and not problem and (rundir.last_job(run) or {}).get("launcher") == "slurm":
+            if queue is None and not problem and rundir.last_job(run).get("launcher") == "slurm":
                 try:
                     queue = slurm.queue()
                 except SlurmError as error:
@@ -91,25 +88,22 @@ def states(found: Sequence[RunDir]) -> list[State]:
 def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
     """The run's state now. `queue`: what squeue said, asked here where it is None (raises SlurmError when it does not
     answer); `unknown`: why Slurm cannot be asked, for a listing that goes on without it."""
-    job = rundir.last_job(run) or {}
+    job = rundir.last_job(run)
     if job.get("launcher") == "slurm" and queue is None:
         queue = slurm.queue()
     known = _find_job(run, job, queue or {})
-    last = rundir.last_attempt(run) or {}
+    last = rundir.last_attempt(run)
     attempt = max(job.get("attempt", 0) + (known.restarts if known else 0), last.get("attempt", 0))
     if last.get("attempt") != attempt:
         last = {}
-    row = (rundir.read_lines_from(run.metrics, -TAIL_BYTES)[0] or [{}])[-1]
-    beat = rundir.read_json(run.heartbeat) or {}
+    row, beat = rundir.last_line(run.metrics), rundir.read_json(run.heartbeat) or {}
     alive, word, why = _alive(run, job, known, last, beat)
     final = rundir.stamp(run.done, attempt) or (last.get("end") and last.get("requeued") is False)
     if unknown and job.get("launcher") == "slurm" and not final:
         word, why = "unknown", unknown
     elif not alive:
         word, why = _ended(run, job, known, attempt, last)
-    saved = [
-        int(match[1]) for path in run.checkpoints.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", path.name))
-    ]
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in run.checkpoints.glob("step-*"))
     beat_here = beat if beat.get("attempt") == attempt else {}
     spec = _read_spec(run)
     if not spec and not alive:
@@ -128,7 +122,7 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         nodes=(known.nodes if known else None) or last.get("nodes"),
         step_age_s=time.time() - beat_here["time"] if alive and "time" in beat_here else None,
         time_left_s=known.time_left_s if known and alive else None,
-        checkpoint=max(saved, default=None),
+        checkpoint=max((int(match[1]) for match in names if match), default=None),
         why=why,
         wandb=wandb_address(run, spec["logging"]["wandb"]) if spec else None,
     )
@@ -157,8 +151,8 @@ def wandb_address(run: RunDir, options: Mapping[str, Any]) -> str | None:
 
 def reached(run: RunDir) -> int:
     """The highest finished step that left a trace."""
-    row = (rundir.read_lines_from(run.metrics, -TAIL_BYTES)[0] or [{}])[-1]
-    return max(row.get("step") or 0, (rundir.read_json(run.heartbeat) or {}).get("step") or 0)
+    beat = rundir.read_json(run.heartbeat) or {}
+    return max(rundir.last_line(run.metrics).get("step") or 0, beat.get("step") or 0)
 
 
 def _find_job(run: RunDir, job: dict[str, Any], queue: Queue) -> slurm.Job | None:
@@ -181,12 +175,16 @@ def _alive(
     run: RunDir, job: dict[str, Any], known: slurm.Job | None, last: dict[str, Any], beat: dict[str, Any]
 ) -> tuple[bool, str, str | None]:
     """Whether something runs or waits to run, the word for it, and what it waits for."""
-    if known is not None and (known.state not in slurm.ENDED or _requeues(known, last)):
+    phase = beat.get("phase", "step").replace("_", " ")
+    running = True, "running", None if phase == "step" else phase
+    # Slurm may be about to turn such an end into a new start: nobody has closed the attempt
+    requeues = known is not None and known.state in ("PREEMPTED", "NODE_FAIL") and not last.get("end")
+    if known is not None and (known.state not in slurm.ENDED or requeues):
         if known.state == "PENDING":
             return True, "held" if known.held else "pending", slurm.pending_in_words(known, time.time())
-        word = {"SIGNALING": "running", "COMPLETING": "ending", "CONFIGURING": "starting"}.get(known.state)
-        word = word or known.state.lower()
-        return True, word, _phase(beat) if word == "running" else None
+        if known.state in ("RUNNING", "SIGNALING"):
+            return running
+        return True, {"COMPLETING": "ending", "CONFIGURING": "starting"}.get(known.state, known.state.lower()), None
     if not job or job["launcher"] == "slurm":
         beats = time.time() - beat.get("time", 0) < FRESH_S and beat.get("attempt") == last.get("attempt")
         if job and known is None and beats and not last.get("end"):
@@ -198,17 +196,7 @@ def _alive(
         age = time.time() - max(beat.get("time", 0), job["time"])
         quiet = f"on {job['host']}, silent for {age:.0f} s: if that host is gone, `resume --force`"
         return True, "running", quiet if age > SILENT_S else f"on {job['host']}"
-    return (True, "running", _phase(beat)) if any(local_pids(run, job)) else (False, "", None)
-
-
-def _requeues(known: slurm.Job, last: dict[str, Any]) -> bool:
-    """Whether an end may be one that Slurm is about to turn into a new start: nobody has closed the attempt."""
-    return known.state in ("PREEMPTED", "NODE_FAIL") and not last.get("end")
-
-
-def _phase(beat: dict[str, Any]) -> str | None:
-    phase = beat.get("phase", "step").replace("_", " ")
-    return None if phase == "step" else phase
+    return running if any(local_pids(run, job)) else (False, "", None)
 
 
 def _kept(run: RunDir, marker: dict[str, Any]) -> str:
@@ -219,7 +207,6 @@ def _ended(
     run: RunDir, job: dict[str, Any], known: slurm.Job | None, attempt: int, last: dict[str, Any]
 ) -> tuple[str, str | None]:
     """The word for a run behind which nothing lives, and one line that explains it."""
-
     done, stop, requeue = (rundir.stamp(marker, attempt) for marker in (run.done, run.stop, run.requeue))
     why = last.get("why")
     if attempt == 0:
@@ -285,11 +272,9 @@ SRUN_SAYS = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTI
 
 def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: Path | None = None) -> Cause:
     """The first cause of a failed attempt. `exit_codes`: of the ranks, negative for a signal, where they are known;
-    `step_log`: what srun wrote.
-
-    An error file that is no other rank's lost connection is the cause. Else a rank died without a word: whoever saw its
-    exit names it, and failing that it is the one that wrote no error while the others did.
-    """
+    `step_log`: what srun wrote. An error file that is no other rank's lost connection is the cause. Else a rank died
+    without a word: whoever saw its exit names it, and failing that it is the one that wrote no error while the others
+    did."""
     first = rundir.first_error(run, attempt)
     if first is not None and not first["secondary"]:
         log = run.log(attempt, first["rank"]) if first["rank"] is not None else run.slurm
@@ -331,7 +316,7 @@ def _signal(name: str) -> str:
 
 def failure(run: RunDir, attempt: int, exit_codes: Sequence[int] = ()) -> PithtrainError:
     """The first cause of a failed attempt as an error with its exit code."""
-    job = (rundir.last_job(run) or {}).get("job_id")
+    job = rundir.last_job(run).get("job_id")
     found = cause(run, attempt, exit_codes, run.slurm / f"{job}_0_log.err")
     error = RunFailed(f"{found.line}\n  log:    {found.log}")
     error.exit_code = found.exit_code
@@ -368,7 +353,7 @@ def wait(run: RunDir, report: Callable[[dict[str, Any]], None] = lambda row: Non
 
 def follow(run: RunDir, rank: int, attempt: int | None) -> Iterator[str]:
     """The text of a rank's log as it grows, attempt after attempt (or of the given one), until the run has ended."""
-    number, position, asked = attempt or max(1, (rundir.last_attempt(run) or {}).get("attempt", 1)), 0, 0.0
+    number, position, asked = attempt or max(1, rundir.last_attempt(run).get("attempt", 1)), 0, 0.0
     while True:
         ended = False
         if time.monotonic() - asked > SLURM_POLL_S:
@@ -384,7 +369,7 @@ def follow(run: RunDir, rank: int, attempt: int | None) -> Iterator[str]:
                 continue
         if attempt is None and run.log(number + 1, rank).exists():
             number, position = number + 1, 0
-        elif ended or (attempt is not None and (rundir.last_attempt(run) or {}).get("attempt", 0) > attempt):
+        elif ended or (attempt is not None and rundir.last_attempt(run).get("attempt", 0) > attempt):
             return
         else:
             time.sleep(POLL_S)
@@ -398,12 +383,10 @@ def refuse_if_live(now: State, run: RunDir) -> None:
 
 
 def cancel(run: RunDir, at_once: bool = False) -> str:
-    """Ask the run to save at its next step and stop, or end it `at_once`; returns what was done, in words.
-
-    The STOP marker reaches a run on any host within a second or so, also one whose ranks are still starting; the
-    signal, where there is a way to send it, at once. A job that has not begun is taken out of the queue.
-    """
-    job, last = rundir.last_job(run), rundir.last_attempt(run) or {}
+    """Ask the run to save at its next step and stop, or end it `at_once`; returns what was done, in words. The STOP
+    marker reaches a run on any host within a second or so, also one whose ranks are still starting; the signal, where
+    there is a way to send it, at once. A job that has not begun is taken out of the queue."""
+    job, last = rundir.last_job(run), rundir.last_attempt(run)
     try:
         now = state(run)
     except SlurmError as silent:
@@ -411,7 +394,7 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
             raise
         rundir.mark(run.stop, last["attempt"])
         return f"{run.name} was asked by its marker to save and stop; {str(silent).splitlines()[0]}"
-    if not now.alive or job is None:
+    if not now.alive:
         return f"{run.name} does not run: it is {now.word}"
     saved = rundir.stamp(run.stop, now.attempt).get("step")
     if saved is not None and not at_once:
@@ -437,17 +420,22 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
         raise RunDirError(f"{run.name} runs on {job['host']}: it saves and stops; to kill it, run this command there")
     if at_once:
         return f"{run.name} is ended without a save"
-    what = (
-        "stops at its next step; it saves nothing" if rundir.saves_nothing(run) else "saves at its next step and stops"
-    )
-    return f"{run.name} {what}"
+    if rundir.saves_nothing(run):
+        return f"{run.name} stops at its next step; it saves nothing"
+    return f"{run.name} saves at its next step and stops"
+
+
+def _running(run: RunDir) -> State:
+    """The state of a run whose ranks live. Raises RunDirError for any other."""
+    now = state(run)
+    if not now.alive or now.word in ("pending", "held"):
+        raise RunDirError(f"{run.name} does not run: it is {now.word}")
+    return now
 
 
 def ask_to_save(run: RunDir) -> str:
     """Ask the run for a checkpoint at its next step."""
-    now = state(run)
-    if not now.alive or now.word in ("pending", "held"):
-        raise RunDirError(f"{run.name} does not run: it is {now.word}")
+    now = _running(run)
     if rundir.saves_nothing(run):
         raise RunDirError(f"{run.name} saves nothing: moe.force_load_balance is true")
     rundir.mark(run.save, now.attempt)
@@ -456,18 +444,17 @@ def ask_to_save(run: RunDir) -> str:
 
 def dump_stacks(run: RunDir) -> str:
     """Make every rank write its stacks into its log; the run goes on."""
-    now, job = state(run), rundir.last_job(run)
-    if not now.alive or job is None or now.word in ("pending", "held"):
-        raise RunDirError(f"{run.name} does not run: it is {now.word}")
+    now = _running(run)
     if not list(run.logs(now.attempt).glob("rank-*.pid")):  # the signal would end a process that has no handler yet
         raise RunDirError(f"the ranks of {run.name} are still starting: try again in a few seconds")
-    if job["launcher"] == "slurm":
+    host = rundir.last_job(run).get("host")
+    if now.launcher == "slurm":
         assert now.job_id is not None, "Slurm was asked just now"
         slurm.cancel(now.job_id, "USR1")
-    elif job["host"] == socket.gethostname():
+    elif host == socket.gethostname():
         for pid in rank_pids(run, now.attempt):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
     else:
-        raise RunDirError(f"{run.name} runs on {job['host']}: run this command there")
+        raise RunDirError(f"{run.name} runs on {host}: run this command there")
     return f"the stacks are in {run.logs(now.attempt)}/rank-*.log"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from pithtrain.errors import RunFailed
 from pithtrain.watch import node_name
@@ -56,19 +57,20 @@ def look(world: World) -> list[Facts]:
     matmul_s = _best(world, lambda: torch.mm(a, a, out=out))
     world.barrier()  # else the first one to come times the others' arrival
     all_reduce_s = _best(world, lambda: world.sum(out))
-    free, total = torch.cuda.mem_get_info(world.device) if cuda else (0, 0)
-    used = total - free - torch.cuda.memory_reserved(world.device) if cuda else 0
-    if not cuda:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if cuda:
+        free, total = torch.cuda.mem_get_info(world.device)
+        used = total - free - torch.cuda.memory_reserved(world.device)
         torch.cuda.reset_peak_memory_stats(world.device)
+    else:
+        free, used = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    nccl_version = ".".join(map(str, nccl.version())) if cuda else "-"
     mine = Facts(
         rank=world.rank,
         host=node_name(),
         device=torch.cuda.get_device_name(world.device) if cuda else "cpu",
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        versions={"torch": torch.__version__, "cuda": str(torch.version.cuda), "nccl": _nccl() if cuda else "-"},
+        versions={"torch": torch.__version__, "cuda": str(torch.version.cuda), "nccl": nccl_version},
         free_gib=free / 2**30,
         used_gib=used / 2**30,
         matmul_s=matmul_s,
@@ -80,12 +82,6 @@ def look(world: World) -> list[Facts]:
         flush=True,
     )
     return world.to_rank_zero(mine)
-
-
-def _nccl() -> str:
-    from torch.cuda import nccl
-
-    return ".".join(map(str, nccl.version()))
 
 
 def _best(world: World, work: Callable[[], object]) -> float:
@@ -100,28 +96,23 @@ def _best(world: World, work: Callable[[], object]) -> float:
 
 
 def judge(facts: Sequence[Facts], run: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events to tell, as kind and fields: `preflight`, then a `warning` for each rank that stands out.
-
-    Raises RunFailed where the ranks run different software, naming the hosts that differ from most.
-    """
+    """The events to tell, as kind and fields: `preflight`, then a `warning` for each rank that stands out. Raises
+    RunFailed where the ranks run different software, naming the hosts that differ from most."""
     hosts = list(dict.fromkeys(one.host for one in facts))
-    devices = sorted({one.device for one in facts})
     slowest, median = max(facts, key=lambda one: one.matmul_s), statistics.median(one.matmul_s for one in facts)
     times = {"median": round(median * 1e3, 4), "slowest": round(slowest.matmul_s * 1e3, 4)}
-    yield (
-        "preflight",
-        {
-            "ranks": len(facts),
-            "hosts": hosts,
-            "devices": devices,
-            "versions": facts[0].versions,
-            "cpus_per_rank": min(one.cpus for one in facts),
-            "free_gib": round(min(one.free_gib for one in facts), 1),
-            "matmul_ms": times | {"factor": round(slowest.matmul_s / median, 2)},
-            "slowest": {"rank": slowest.rank, "host": slowest.host},
-            "all_reduce_ms": round(max(one.all_reduce_s for one in facts) * 1e3, 4),
-        },
-    )
+    told = {
+        "ranks": len(facts),
+        "hosts": hosts,
+        "devices": sorted({one.device for one in facts}),
+        "versions": facts[0].versions,
+        "cpus_per_rank": min(one.cpus for one in facts),
+        "free_gib": round(min(one.free_gib for one in facts), 1),
+        "matmul_ms": times | {"factor": round(slowest.matmul_s / median, 2)},
+        "slowest": {"rank": slowest.rank, "host": slowest.host},
+        "all_reduce_ms": round(max(one.all_reduce_s for one in facts) * 1e3, 4),
+    }
+    yield "preflight", told
     for kind in facts[0].versions:
         found = [one.versions[kind] for one in facts]
         usual = statistics.mode(found)

@@ -60,6 +60,7 @@ CAPTURED = re.compile(
     r"|SLURM_CONF|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|LOADEDMODULES"
 )
 RESERVE_BYTES = 256 * 1024  # a traceback a rank
+TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
 ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
 
@@ -200,6 +201,11 @@ def read_lines_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
     return rows, start + len(whole)
 
 
+def last_line(path: Path) -> dict[str, Any]:
+    """The newest whole object of a `.jsonl` file, read from its end; {} where there is none."""
+    return (read_lines_from(path, -TAIL_BYTES)[0] or [{}])[-1]
+
+
 def mark(marker: Path, attempt: int, **fields: Any) -> None:
     """Set a marker (DONE, STOP, REQUEUE, SAVE), stamped with the attempt and the time."""
     write_atomic(marker, json.dumps({"attempt": attempt, "time": time.time(), **fields}) + "\n")
@@ -223,10 +229,8 @@ def clear_stale_markers(run: RunDir, attempt: int) -> None:
 
 
 def create(path: Path, spec_yaml: str, plan: dict[str, Any], command: list[str]) -> RunDir:
-    """Make the run directory `path`, exclusively, with the spec, the plan, the code snapshot and the W&B id.
-
-    Raises RunDirError where the directory exists: it says how its spec differs and what to type instead.
-    """
+    """Make the run directory `path`, exclusively, with the spec, the plan, the code snapshot and the W&B id. Raises
+    RunDirError where the directory exists: it says how its spec differs and what to type instead."""
     run = RunDir(path.absolute())
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
@@ -264,11 +268,9 @@ def _fill(run: RunDir, spec_yaml: str, plan: dict[str, Any], command: list[str])
 
 
 def snapshot_code(run: RunDir) -> dict[str, Any]:
-    """Copy the running package to `run.code`; return its hash and, from a git checkout, commit and `dirty`.
-
-    The files are copied as they are on the disk, so edited and untracked ones too. In a checkout the difference to the
-    commit is kept beside them as `code/dirty.diff`. About 1 MB and 20 ms.
-    """
+    """Copy the running package to `run.code`; return its hash and, from a git checkout, commit and `dirty`. The files
+    are copied as they are on the disk, so edited and untracked ones too. In a checkout the difference to the commit is
+    kept beside them as `code/dirty.diff`. About 1 MB and 20 ms."""
     package = Path(pithtrain.__file__).parent
     shutil.copytree(package, run.code / "pithtrain", ignore=shutil.ignore_patterns("__pycache__"))
     about: dict[str, Any] = {"sha256": tree_hash(run.code / "pithtrain")}
@@ -284,10 +286,8 @@ def snapshot_code(run: RunDir) -> dict[str, Any]:
 
 
 def renew_code(run: RunDir) -> list[str]:
-    """For an explicit resume: take a new snapshot where the package has changed, keeping the old one beside it.
-
-    Returns the files that differ, [] where nothing did.
-    """
+    """For an explicit resume: take a new snapshot where the package has changed, keeping the old one beside it. Returns
+    the files that differ, [] where nothing did."""
     package = Path(pithtrain.__file__).parent
     old, new = _file_hashes(run.code / "pithtrain"), _file_hashes(package)
     changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
@@ -304,10 +304,8 @@ def tree_hash(folder: Path) -> str:
 
 
 def find(reference: str, output_dir: Path) -> RunDir:
-    """The run meant by `reference`: a directory, a name under `output_dir`, or the id of one of its jobs.
-
-    Raises RunDirError with the nearest names where there is none.
-    """
+    """The run meant by `reference`: a directory, a name under `output_dir`, or the id of one of its jobs. Raises
+    RunDirError with the nearest names where there is none."""
     for path in (Path(reference), output_dir / reference):
         if (path / "spec.yaml").exists():
             return RunDir(path.absolute())
@@ -334,10 +332,8 @@ def update_submit(run: RunDir, **fields: Any) -> None:
 
 
 def jobs(run: RunDir) -> list[dict[str, Any]]:
-    """The jobs of submit.json: one an explicit submission, with the attempt it began with (a requeue counts on).
-
-    Raises RunDirError where the file is there and damaged: a run that lives must not be taken for one that never began.
-    """
+    """The jobs of submit.json: one an explicit submission, with the attempt it began with (a requeue counts on). Raises
+    RunDirError where the file is there and damaged: a run that lives must not be taken for one that never began."""
     about = read_json(run.submit_json)
     if about is None and run.submit_json.exists():
         raise RunDirError(f"{run.submit_json} is damaged: it says which jobs the run has; put it right first")
@@ -345,11 +341,9 @@ def jobs(run: RunDir) -> list[dict[str, Any]]:
 
 
 def record_job(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields (job_id, launcher, host, token, ...) into the entry of the job that began with `attempt`.
-
-    The entry exists before sbatch is called, so that the submitting command, the job and whoever asks for its state may
-    each complete it: they write the same values.
-    """
+    """Write fields (job_id, launcher, host, token, ...) into the entry of the job that began with `attempt`. The entry
+    exists before sbatch is called, so that the submitting command, the job and whoever asks for its state may each
+    complete it: they write the same values."""
     entries = {entry["attempt"]: entry for entry in jobs(run)}
     entries[attempt] = entries.get(attempt, {"attempt": attempt}) | fields
     update_submit(run, jobs=[entries[key] for key in sorted(entries)])
@@ -360,17 +354,16 @@ def forget_job(run: RunDir, attempt: int) -> None:
     update_submit(run, jobs=[entry for entry in jobs(run) if entry["attempt"] != attempt])
 
 
-def last_job(run: RunDir) -> dict[str, Any] | None:
-    """The newest job of submit.json, or None before the first."""
-    return next(reversed(jobs(run)), None)
+def last_job(run: RunDir) -> dict[str, Any]:
+    """The newest job of submit.json; {} before the first."""
+    return next(reversed(jobs(run)), dict[str, Any]())
 
 
 @contextlib.contextmanager
 def locked(run: RunDir) -> Generator[None, None, None]:
     """Keep other commands from starting or resuming this run meanwhile. The system frees the lock of a dead process.
-
-    Raises RunDirError where another command has it. Where the file system has no locks, `claim_attempt` still decides.
-    """
+    Raises RunDirError where another command has it. Where the file system has no locks, `claim_attempt` still
+    decides."""
     handle = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -400,11 +393,9 @@ def require_own(run: RunDir) -> None:
 
 
 def claim_attempt(run: RunDir) -> int:
-    """Take the next attempt number for this caller alone and point logs/latest to its folder.
-
-    The number is one above every attempt that left a trace, and `mkdir` decides between two callers, so a log is never
-    written twice: not by a requeue, not by two resumes at the same moment.
-    """
+    """Take the next attempt number for this caller alone and point logs/latest to its folder. The number is one above
+    every attempt that left a trace, and `mkdir` decides between two callers, so a log is never written twice: not by a
+    requeue, not by two resumes at the same moment."""
     folder = run.path / "logs"
     folder.mkdir(exist_ok=True)
     taken = [int(match[1]) for entry in folder.iterdir() if (match := ATTEMPT_FOLDER.search(entry.name))]
@@ -428,10 +419,8 @@ def point_latest(run: RunDir, attempt: int) -> None:
 
 
 def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields into the attempt's line of attempts.jsonl, making the line where there is none.
-
-    Only one process does so at a time: rank 0 while it lives, its launcher afterwards.
-    """
+    """Write fields into the attempt's line of attempts.jsonl, making the line where there is none. Only one process
+    does so at a time: rank 0 while it lives, its launcher afterwards."""
     rows = {row["attempt"]: row for row in read_lines(run.attempts)}
     rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
     write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
@@ -443,18 +432,15 @@ def attempt_steps(run: RunDir, attempt: int) -> dict[str, int | None]:
     return {"first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None}
 
 
-def last_attempt(run: RunDir) -> dict[str, Any] | None:
-    """The newest line of attempts.jsonl."""
-    rows = read_lines(run.attempts)
-    return rows[-1] if rows else None
+def last_attempt(run: RunDir) -> dict[str, Any]:
+    """The newest line of attempts.jsonl; {} before the first."""
+    return last_line(run.attempts)
 
 
 def first_error(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """The error that began it: the earliest of this attempt that is not another rank's lost connection.
-
-    When a rank dies, its peers' collectives fail within milliseconds, on a cluster by clocks that differ; those errors
-    say `secondary: true`, and count only where nothing else was written (a rank was killed from outside).
-    """
+    """The error that began it: the earliest of this attempt that is not another rank's lost connection. When a rank
+    dies, its peers' collectives fail within milliseconds, on a cluster by clocks that differ; those errors say
+    `secondary: true`, and count only where nothing else was written (a rank was killed from outside)."""
     found = [error for path in run.errors(attempt).glob("*-*.json") if (error := read_json(path)) is not None]
     return min(found, key=lambda error: (error["secondary"], error["time"]), default=None)
 
@@ -509,10 +495,8 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in ("pithtrain", "torch", "numpy", "pydantic", "submitit", "wandb"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions | {"executable": sys.executable}
 
 
@@ -523,8 +507,7 @@ def _file_hashes(folder: Path) -> dict[str, str]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """git's output, or None outside a checkout, without git, or before the first commit."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    command = ["git", *arguments]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=True).stdout
+    return None

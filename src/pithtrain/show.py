@@ -38,23 +38,9 @@ def me() -> str:
 def states_table(states: Sequence[State]) -> Table:
     """One line a run."""
     table = Table(box=None, pad_edge=False)
-    columns = (
-        "run",
-        "state",
-        "nodes",
-        "step",
-        "loss",
-        "tokens/s",
-        "last step",
-        "time left",
-        "attempt",
-        "saved",
-        "job",
-        "",
-    )
-    for title in columns:
-        numeric = title in ("step", "loss", "tokens/s", "last step", "time left", "attempt", "saved")
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=title != "")
+    numbers = ("step", "loss", "tokens/s", "last step", "time left", "attempt", "saved")
+    for title in ("run", "state", "nodes", *numbers, "job", ""):
+        table.add_column(title, justify="right" if title in numbers else "left", no_wrap=title != "")
     for each in states:
         table.add_row(
             each.name,
@@ -97,14 +83,13 @@ def detail(run: RunDir, state: State) -> Iterable[Table | Text]:
 
 def _attempt_cells(row: dict[str, Any]) -> list[Text]:
     start, end = row.get("start"), row.get("end")
-    steps = f"{row['first_step']}-{row['last_step']}" if row.get("first_step") else ""
     cells = (
         str(row["attempt"]),
         str(row.get("job_id") or ""),
         str(row.get("nodes") or ""),
         time.strftime("%m-%d %H:%M:%S", time.localtime(start)) if start else "",
         words(end - start) if start and end else "",
-        steps,
+        f"{row['first_step']}-{row['last_step']}" if row.get("first_step") else "",
         f"{row.get('ended') or ''}{', requeued' if row.get('requeued') else ''}",
         row.get("why") or "",
     )
@@ -185,23 +170,3 @@ def _tensors(tensors: dict[str, dict[str, Any]]) -> Table:
 def _size(count: int) -> str:
     """Bytes for people."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"
-
-
-def demo_summary(run: RunDir, seconds: float, final: float, mean_over: int) -> Table:
-    """The demo's table. `final`: the mean of the last `mean_over` losses."""
-    rows = rundir.read_lines(run.metrics)
-    speeds = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None)
-    table = Table(show_header=False, title=f"{run.name}: done")
-    for label, text in (
-        ("steps", f"{rows[-1]['step']} in {seconds:.0f} s"),
-        ("tokens", f"{rows[-1]['tokens_seen']:,}"),
-        ("first loss", f"{rows[0]['loss']:.4f}"),
-        (f"last loss, mean of {mean_over}", f"{final:.4f}"),
-        ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-"),
-        ("run directory", str(run.path)),
-        ("its log", f"{me()} logs {run.name}"),
-        ("go on with it", f"{me()} resume {run.name} --set training.max_steps={2 * rows[-1]['step']}"),
-        ("your own run", f"cp configs/tiny.yaml configs/mine.yaml; {me()} validate configs/mine.yaml"),
-    ):
-        table.add_row(label, text)
-    return table

@@ -76,7 +76,7 @@ def _ask(
             said = f"no answer in {LONGEST_CALL_S:.0f} s"
         if wait_s is not None:
             time.sleep(wait_s)
-    raise SlurmError(f"Slurm does not answer: {said}\n  see:  pithtrain cluster status, scontrol ping")
+    raise SlurmError(f"Slurm does not answer: {said}\n  see:  make cluster-status, scontrol ping")
 
 
 def _maybe(*command: str) -> list[str]:

@@ -10,9 +10,6 @@ directory, and what is pickled is the name of a function and a path:
 The fresh process, in a session of its own, makes three things true at once: the job sees nothing of an outer job's
 variables, the pickle names the snapshot's module, and Ctrl-C or a closed terminal at the submitting side does not reach
 a local run. It costs half a second.
-
-`parameters` and `render` are pure functions of (spec, run directory, attempt): `--dry-run` prints the text that sbatch
-would get, on a machine without Slurm too.
 """
 
 import contextlib
@@ -29,6 +26,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT
 from typing import Any, Literal
 
 from pithtrain import catalog, jobs, rundir, slurm, watch, worker
@@ -55,10 +53,8 @@ LAST_GRACE_S = 300.0  # from one rank's clean end to SIGKILL of the rest: rank 0
 
 
 def launcher() -> Launcher:
-    """`slurm` where Slurm is installed and configured, else `local`.
-
-    Raises SlurmError where its controller does not answer: a run meant for a cluster must not start on a login node.
-    """
+    """`slurm` where Slurm is installed and configured, else `local`. Raises SlurmError where its controller does not
+    answer: a run meant for a cluster must not start on a login node."""
     if not slurm.configured():
         return "local"
     slurm.call("sinfo", "--noheader")
@@ -79,10 +75,8 @@ def task_environment(run: RunDir, spec: RunSpec, attempt: int) -> dict[str, str]
 
 def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str | None = None) -> dict[str, Any]:
     """The keyword arguments for submitit's SlurmExecutor. One task per GPU; on a CPU `gpus_per_node` tasks per node.
-
     `token`: names the submission in the job's comment, before it has an id. `lane`: a job name of which one job runs at
-    a time; without one the job is named as the run.
-    """
+    a time; without one the job is named as the run."""
     slurm = spec.slurm
     exports = {**slurm.env, "PITHTRAIN_ATTEMPT": str(attempt), "PITHTRAIN_TOKEN": token}
     python, path = shlex.quote(sys.executable), shlex.quote(str(run.path))
@@ -90,22 +84,15 @@ def parameters(spec: RunSpec, run: RunDir, attempt: int, token: str, lane: str |
     after = f"{python} -m pithtrain.batch after {path}"
     # srun has not inherited it since Slurm 22.05
     cpus = [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
+    same = ("nodes", "cpus_per_task", "mem", "signal_delay_s", "account", "partition", "qos", "constraint", "exclude")
     wanted: dict[str, Any] = {
+        **{name: getattr(slurm, name) for name in same},
         "job_name": lane or run.name,
         "time": slurm.time_minutes,
-        "nodes": slurm.nodes,
         "ntasks_per_node": slurm.gpus_per_node,
         "gpus_per_node": slurm.gpus_per_node if spec.training.device != "cpu" else None,
-        "cpus_per_task": slurm.cpus_per_task,
-        "mem": slurm.mem,
-        "account": slurm.account,
-        "partition": slurm.partition,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "exclude": slurm.exclude,
         "exclusive": slurm.exclusive or None,
         "comment": f"pithtrain {token}",
-        "signal_delay_s": slurm.signal_delay_s,
         "setup": [
             "trap : TERM USR2  # signals are for the ranks: this shell stays, to say what comes next",
             *slurm.setup,  # first: a module it loads must not come before the snapshot
@@ -139,7 +126,8 @@ def held_python(run: RunDir) -> str:
 
 
 def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN", lane: str | None = None) -> str:
-    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there."""
+    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there. Pure, so
+    `--dry-run` shows it on a machine without Slurm too."""
     from submitit.slurm import slurm
 
     command = f"{held_python(run)} -u -m submitit.core._submit {shlex.quote(str(run.slurm))}"
@@ -148,19 +136,14 @@ def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN", l
 
 
 def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
-    """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start.
-
-    Raises SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script.
-    `force`: what we would refuse is a note, and Slurm decides.
-    """
+    """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start. Raises
+    SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script. `force`:
+    what we would refuse is a note, and Slurm decides."""
     if by == "slurm":
         cluster = slurm.cluster_facts(spec)
-        problems, notes = slurm.problems(spec, cluster)
-        if problems and not force:
-            raise SpecError(problems, "Slurm")
-        notes = [*map(str, problems), *notes]
+        notes = _possible(spec, cluster, force)
         script = render(spec, RunDir(spec.output_dir / spec.name))
-        parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         if parsed.returncode != 0:
             rule = f"is no shell text: {parsed.stderr.strip().splitlines()[0]}"
             raise SpecError([Problem("slurm.setup", "; ".join(spec.slurm.setup), rule)], "Slurm")
@@ -181,44 +164,33 @@ def submit(
     run: RunDir, spec: RunSpec, by: Launcher, lane: str | None = None, first: int | None = None
 ) -> dict[str, Any]:
     """Claim an attempt and start it; returns its entry in submit.json (job_id, launcher, attempt, host, time, token).
-
     The entry stands before sbatch is called, so whatever dies in between, the job can be found by its token. `lane`:
     see `parameters`; `first`: the first attempt of the chain of jobs that this one continues. Raises RunFailed with
-    sbatch's own words where it refuses.
-    """
+    sbatch's own words where it refuses."""
     rundir.require_own(run)
     attempt = rundir.claim_attempt(run)
     entry = {"job_id": None, "launcher": by, "host": socket.gethostname(), "time": time.time()}
     entry |= {"token": secrets.token_hex(6), "first": first or attempt, "lane": lane, "spec": spec.stable_hash()}
     rundir.record_job(run, attempt, **entry)
     env = task_environment(run, spec, attempt)
-    if (
-        by == "slurm" and "SLURM_JOB_ID" in os.environ
-    ):  # from inside a job: its devices and its scratch folder are gone with it
+    if by == "slurm" and "SLURM_JOB_ID" in os.environ:  # an outer job's devices and scratch folder end with it
         env = {name: value for name, value in env.items() if name not in ("CUDA_VISIBLE_DEVICES", "TMPDIR")}
     if by == "local" and "CUDA_VISIBLE_DEVICES" in env:
         env[worker.GIVEN_DEVICES] = env["CUDA_VISIBLE_DEVICES"]
     output = run.slurm / f"submit-{attempt}.log"
+    command = [sys.executable, "-m", "pithtrain.submit", str(run.path), by, str(attempt)]
     with output.open("w") as file:
         subprocess.run(
-            [sys.executable, "-m", "pithtrain.submit", str(run.path), by, str(attempt)],
-            cwd=run.code,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            check=False,
+            command, cwd=run.code, env=env, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
         )
-    job = rundir.last_job(run) or {}
+    job = rundir.last_job(run)
     if job.get("job_id") is None and by == "slurm":  # an answer of sbatch that got lost: the job is found by its token
         job |= {"job_id": jobs.state(run).job_id}
     if job.get("job_id") is None:
         said = "\n".join(dict.fromkeys(output.read_text().strip().splitlines()))  # submitit repeats what sbatch says
         if by == "slurm" and slurm.AWAY.search(said):
-            raise SlurmError(
-                f"it is not known whether Slurm took {run.name}: {said}\n  see:  pithtrain status {run.path}"
-            )
+            unknown = f"it is not known whether Slurm took {run.name}: {said}"
+            raise SlurmError(f"{unknown}\n  see:  pithtrain status {run.path}")
         rundir.forget_job(run, attempt)
         raise RunFailed(f"could not submit {run.name}: {said or 'no output'}")
     return job
@@ -231,17 +203,14 @@ def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
 
     spec = load(run.spec_yaml)
     entry = rundir.last_job(run)
-    assert entry is not None and entry["attempt"] == attempt, "`submit` has just written it"
+    assert entry.get("attempt") == attempt, "`submit` has just written it"
     if by == "slurm":
         executor = SlurmExecutor(folder=run.slurm, python=held_python(run))
         executor.update_parameters(**parameters(spec, run, attempt, entry["token"], entry["lane"]))
     else:
         executor = LocalExecutor(folder=run.slurm)
-        executor.update_parameters(
-            tasks_per_node=spec.world_size,
-            timeout_min=spec.slurm.time_minutes or UNLIMITED_MIN,
-            signal_delay_s=spec.slurm.signal_delay_s,
-        )
+        limit_min, delay_s = spec.slurm.time_minutes or UNLIMITED_MIN, spec.slurm.signal_delay_s
+        executor.update_parameters(tasks_per_node=spec.world_size, timeout_min=limit_min, signal_delay_s=delay_s)
     try:
         job = executor.submit(worker.entry, str(run.path))
     except FailedJobError as error:
@@ -262,37 +231,35 @@ def write_pickle(run: RunDir, job_id: str) -> None:
 
 
 def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: bool = False) -> list[str]:
-    """Let a run go on through Slurm or local processes; returns what was changed and done, in lines.
-
-    Call it with the run's lock held. A job that waits or is held is changed in place and released; one that is gone is
-    submitted again. `excludes`: nodes are taken out of the job, which may be running: it saves and is queued again
-    first, since a job cannot change its own nodes. Raises RunDirError for a run that is live or done.
-    """
+    """Let a run go on through Slurm or local processes; returns what was changed and done, in lines. Call it with the
+    run's lock held. A job that waits or is held is changed in place and released; one that is gone is submitted again.
+    `excludes`: nodes are taken out of the job, which may be running: it saves and is queued again first, since a job
+    cannot change its own nodes. Raises RunDirError for a run that is live or done."""
     now = jobs.state(run)
     if excludes and now.word == "running" and now.launcher == "slurm" and now.job_id is not None:
-        _possible(_changed_spec(run, changes)[1], force)
+        _, spec = _changed_spec(run, changes)
+        _possible(spec, slurm.cluster_facts(spec), force)  # before anything is stopped
         slurm.cancel(now.job_id, "USR2")
         while (now := jobs.state(run)).alive and now.word not in ("pending", "held"):
             time.sleep(1.0)
     if now.alive and now.word in ("pending", "held"):
-        _possible(_changed_spec(run, changes)[1], force)
-        return _change_waiting(run, now, changes)
+        before, spec = _changed_spec(run, changes)
+        _possible(spec, slurm.cluster_facts(spec), force)
+        return _change_waiting(run, now, before, spec)
     by = launcher()
     lines = prepare_resume(run, changes, by, force)
     spec = load(run.spec_yaml)
-    job = submit(run, spec, by, lane=(rundir.last_job(run) or {}).get("lane"))
+    job = submit(run, spec, by, lane=rundir.last_job(run).get("lane"))
     return [*lines, f"{run.name}: {job['launcher']} {job['job_id']}, attempt {job['attempt']}"]
 
 
 def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, force: bool) -> list[str]:
-    """Check that `run` can go on, and bring its spec and code up to date; returns what changes, in lines.
-
-    `by`: how it will be submitted, None where this process or its launcher's others train. `force`: though it seems to
-    run on another host, and as in `check`.
-    """
+    """Check that `run` can go on, and bring its spec and code up to date; returns what changes, in lines. `by`: how it
+    will be submitted, None where this process or its launcher's others train. `force`: though it seems to run on
+    another host, and as in `check`."""
     rundir.require_own(run)
     now = jobs.state(run)
-    elsewhere = (rundir.last_job(run) or {}).get("host") != socket.gethostname() and now.launcher != "slurm"
+    elsewhere = rundir.last_job(run).get("host") != socket.gethostname() and now.launcher != "slurm"
     if not (force and elsewhere):
         jobs.refuse_if_live(now, run)
     before, spec = _changed_spec(run, changes)
@@ -306,11 +273,12 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, for
     return [*notes, *_renew(run, before, spec)]
 
 
-def _possible(spec: RunSpec, force: bool) -> None:
-    """Raises SpecError for what can never run, before anything is stopped or changed for it."""
-    problems, _ = slurm.problems(spec, slurm.cluster_facts(spec))
+def _possible(spec: RunSpec, cluster: slurm.Cluster, force: bool) -> list[str]:
+    """Warnings about this spec there. Raises SpecError for what can never run; with `force` that is a warning too."""
+    problems, warnings = slurm.problems(spec, cluster)
     if problems and not force:
         raise SpecError(problems, "Slurm")
+    return [*map(str, problems), *warnings]
 
 
 def _changed_spec(run: RunDir, changes: Sequence[str]) -> tuple[RunSpec, RunSpec]:
@@ -332,10 +300,9 @@ def _renew(run: RunDir, before: RunSpec, spec: RunSpec) -> list[str]:
     return [f"changed: {change}" for change in changed]
 
 
-def _change_waiting(run: RunDir, now: jobs.State, changes: Sequence[str]) -> list[str]:
+def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec) -> list[str]:
     """Change what Slurm can change of a job that waits or is held, release it, and let it start."""
     assert now.job_id is not None, "Slurm has just spoken of it"
-    before, spec = _changed_spec(run, changes)
     old, new = dict(before.slurm), dict(spec.slurm)
     names = {
         "exclude": "ExcNodeList",
@@ -357,7 +324,7 @@ def _change_waiting(run: RunDir, now: jobs.State, changes: Sequence[str]) -> lis
         slurm.release(now.job_id)
     else:
         # started within three seconds of its end, Slurm finds the job's old credential revoked and fails it for good
-        ended = (rundir.last_attempt(run) or {}).get("end") or 0
+        ended = rundir.last_attempt(run).get("end") or 0
         time.sleep(min(REQUEUE_SETTLES_S, max(0.0, REQUEUE_SETTLES_S - (time.time() - ended))))
         slurm.update(now.job_id, StartTime="now")
     return [*lines, f"{run.name}: job {now.job_id} was {now.word}, and starts as soon as Slurm has the nodes"]
@@ -367,10 +334,8 @@ def _change_waiting(run: RunDir, now: jobs.State, changes: Sequence[str]) -> lis
 
 
 def grid(axes: Sequence[str]) -> list[dict[str, str]]:
-    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay.
-
-    Raises SpecError.
-    """
+    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay. Raises
+    SpecError."""
     values: dict[str, list[str]] = {}
     for axis in axes:
         key, equals, text = axis.partition("=")
@@ -393,11 +358,9 @@ def grid_name(base: str, point: Mapping[str, str]) -> str:
 
 
 def foreground(run: RunDir, spec: RunSpec) -> None:
-    """Start one process per rank on this host and stay until all have ended.
-
-    Ctrl-C and SIGTERM ask the run to save and stop; a second Ctrl-C kills it. Raises RunFailed with the first cause and
-    its exit code, StoppedEarly when the run saved its state before its last step.
-    """
+    """Start one process per rank on this host and stay until all have ended. Ctrl-C and SIGTERM ask the run to save and
+    stop; a second Ctrl-C kills it. Raises RunFailed with the first cause and its exit code, StoppedEarly when the run
+    saved its state before its last step."""
     rundir.require_own(run)
     attempt = claim_for_this_process(run)
     size = spec.world_size
@@ -409,7 +372,7 @@ def foreground(run: RunDir, spec: RunSpec) -> None:
             [sys.executable, "-m", "pithtrain.worker", str(run.path)],
             cwd=run.code,
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)},
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             # a session of its own: Ctrl-C reaches this process alone, which passes on a request to save
             start_new_session=True,
         )
@@ -428,9 +391,7 @@ def claim_for_this_process(run: RunDir) -> int:
 
 def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
     """Wait for all tasks and return their exit codes, negative for a signal, 1 for one that had to be killed here.
-
-    Forwards SIGINT and SIGTERM as SIGTERM; the second SIGINT kills. Ends all soon after the first that fails.
-    """
+    Forwards SIGINT and SIGTERM as SIGTERM; the second SIGINT kills. Ends all soon after the first that fails."""
     asked = 0
 
     def forward(number: int, frame: object) -> None:
@@ -461,10 +422,8 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
 
 
 def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
-    """Say how an attempt ended, from the run directory and, where it is silent, the processes' exit codes.
-
-    Raises RunFailed or StoppedEarly; returns when the run is done.
-    """
+    """Say how an attempt ended, from the run directory and, where it is silent, the processes' exit codes. Raises
+    RunFailed or StoppedEarly; returns when the run is done."""
     if not any(exit_codes):
         if rundir.stamp(run.done, attempt):
             return
@@ -472,7 +431,7 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
             if "step" in stamp:
                 message = f"stopped at step {stamp['step']} with its state saved\n  go on:  pithtrain resume {run.path}"
                 raise StoppedEarly(message)
-    last = rundir.last_attempt(run) or {}
+    last = rundir.last_attempt(run)
     if last.get("attempt") == attempt and last.get("end") is None:
         with contextlib.suppress(OSError):  # a full disk hides no cause
             why = jobs.cause(run, attempt, exit_codes).line

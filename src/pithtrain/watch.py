@@ -39,6 +39,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple, TextIO
@@ -85,12 +86,9 @@ class _Standing(NamedTuple):
 
 
 class Watch:
-    """The watch of one rank over one attempt.
-
-    `install` takes the signals, `start` begins to look; one that was neither installed nor started holds flags and
-    writes the heartbeat, which is all that a test of the engine needs. `launcher`: as `worker.Seat` has it; `parent`:
-    the launcher's pid, where this process may outlive it unseen.
-    """
+    """The watch of one rank over one attempt. `install` takes the signals, `start` begins to look; one that was neither
+    installed nor started holds flags and writes the heartbeat, which is all that a test of the engine needs.
+    `launcher`: as `worker.Seat` has it; `parent`: the launcher's pid, where this process may outlive it unseen."""
 
     def __init__(
         self, run: RunDir, attempt: int, rank: int, launcher: str = "alone", parent: int | None = None
@@ -118,11 +116,9 @@ class Watch:
     # ---- signals -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Take the signals that ask to stop, and let those in that a launcher held back until now.
-
-        Threads and processes started from here on inherit a clean mask. A thread that a library started before keeps
-        what was held back then, which is harmless: the kernel gives a signal to a thread that lets it in.
-        """
+        """Take the signals that ask to stop, and let those in that a launcher held back until now. Threads and
+        processes started from here on inherit a clean mask. A thread that a library started before keeps what was held
+        back then, which is harmless: the kernel gives a signal to a thread that lets it in."""
         self._installed = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -132,7 +128,8 @@ class Watch:
         """From now on crashes, and all stacks on SIGUSR1, are written to `log`."""
         self._log = log
         faulthandler.enable(log, all_threads=True)
-        signal.signal(signal.SIGUSR1, _do_nothing)  # what unregistering brings back: never the default, which kills
+        # what unregistering brings back: never the default, which kills
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
         faulthandler.register(signal.SIGUSR1, log, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
@@ -171,10 +168,8 @@ class Watch:
         self.run.pid(self.attempt, self.rank).unlink(missing_ok=True)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """The main thread begins a phase, or the next step of one; `step` is the last finished one.
-
-        The limit counts from here. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that.
-        """
+        """The main thread begins a phase, or the next step of one; `step` is the last finished one. The limit counts
+        from here. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that."""
         began = phase != self._standing.phase
         self._standing = _Standing(phase, step, time.monotonic())
         if self._limits and self._log is not None:
@@ -213,10 +208,8 @@ class Watch:
         self._save_asked = False
 
     def ended(self, step: int, finished: bool) -> None:
-        """Rank 0, when the state of `step` is saved: the marker that says how the attempt ended.
-
-        Written before anything slow, such as a last upload: a grace time may end in the middle of that.
-        """
+        """Rank 0, when the state of `step` is saved: the marker that says how the attempt ended. Written before
+        anything slow, such as a last upload: a grace time may end in the middle of that."""
         if self.rank != 0:
             return
         if finished:
@@ -248,9 +241,7 @@ class Watch:
 
     def stood_still(self) -> float:
         """For how many seconds this process did not run at all, where the main thread has not moved on since; else 0.
-
-        The thread sleeps for `POLL_S`: what it slept beyond that, nothing here ran.
-        """
+        The thread sleeps for `POLL_S`: what it slept beyond that, nothing here ran."""
         overslept = self._overslept()
         if overslept > FROZEN_S:
             return overslept
@@ -293,7 +284,8 @@ class Watch:
             phase, _, since = self._standing
             # time in which this process stood still, as all ranks do when Slurm suspends a job, is no phase's
             if time.monotonic() - max(since, self._thawed) > self._limits[phase]:
-                self._stalled()
+                where, waits = standing()
+                self._end(Stalled(self.stall_text(where, waits)), secondary=waits, hold_s=HOLD_S)
             # the main thread may be failing by itself right now: its own traceback is worth the wait
             elif trouble is not None and (self.stood_still() or not self._finished.wait(GRACE_S)):
                 self._leave(trouble)
@@ -349,10 +341,6 @@ class Watch:
         start = process_start(mine["pid"])
         return (start is None or abs(start - mine["start"]) > 1) and path.exists()
 
-    def _stalled(self) -> None:
-        where, waits = standing()
-        self._end(Stalled(self.stall_text(where, waits)), secondary=waits, hold_s=HOLD_S)
-
     def stall_text(self, where: str, waits: bool) -> str:
         phase, step, since = self._standing
         key = LIMITS[phase]
@@ -402,8 +390,7 @@ class Watch:
             return
         if self.launcher != "slurm" or time.monotonic() < self._comment_due or shutil.which("scontrol") is None:
             return
-        row = (rundir.read_lines_from(self.run.metrics, -4096)[0] or [{}])[-1]
-        step = self._standing.step
+        step, row = self._standing.step, rundir.last_line(self.run.metrics)
         if step == self._comment_step:
             return
         self._comment_due, self._comment_step = time.monotonic() + COMMENT_S, step
@@ -431,10 +418,8 @@ def node_name() -> str:
 
 
 def standing() -> tuple[str, bool]:
-    """Where the main thread is, as `file:line function`, and whether it waits there for other ranks or a device.
-
-    It does where torch.distributed was called, or where our own innermost line says so.
-    """
+    """Where the main thread is, as `file:line function`, and whether it waits there for other ranks or a device. It
+    does where torch.distributed was called, or where our own innermost line says so."""
     frames = _main_frames()
     ours = next((i for i, frame in enumerate(frames) if Path(_file(frame)).is_relative_to(Path(__file__).parent)), None)
     called = frames if ours is None else frames[: ours + 1]
@@ -447,11 +432,8 @@ def standing() -> tuple[str, bool]:
 
 def main_stack() -> str:
     """The main thread's stack as a traceback would show it, innermost last."""
-    lines: list[str] = []
-    for frame in reversed(_main_frames()):
-        text = linecache.getline(_file(frame), frame.f_lineno).strip()
-        lines.append(f'  File "{_file(frame)}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {text}\n')
-    return "".join(lines)
+    frames = ((frame, frame.f_lineno) for frame in reversed(_main_frames()))
+    return "".join(traceback.StackSummary.extract(frames).format())
 
 
 def _main_frames() -> list[FrameType]:
@@ -465,11 +447,7 @@ def _main_frames() -> list[FrameType]:
 
 def _frames(thread: threading.Thread) -> list[FrameType]:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # the documented way
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
 
 
 def _file(frame: FrameType) -> str:
@@ -505,10 +483,6 @@ def _ranks(folder: Path, suffix: str) -> set[int]:
     """The ranks that have a file `rank-N.SUFFIX` in a folder."""
     names = (re.fullmatch(rf"rank-(\d+)\.{suffix}", path.name) for path in folder.iterdir())
     return {int(match[1]) for match in names if match}
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    pass
 
 
 def _write(text: str) -> None:

@@ -13,16 +13,13 @@ A file store and a derived port are why two runs on one host never meet. The att
 submits (`PITHTRAIN_ATTEMPT`); a requeue by Slurm or a restart by torchrun adds its own count, so all ranks agree
 without asking each other and no log is ever overwritten.
 
-What is promised here:
+What is promised here, beside what `watch` does (signals, hangs, killed ranks, a launcher that dies):
 
-1. Signals set a flag and nothing else (SIGTERM, SIGUSR2, SIGINT: save at a step boundary and stop; SIGUSR1: dump all
-   stacks into the log). `train` agrees on the flag over all ranks. `held` keeps them back until there is a handler.
-2. An exception on one rank ends every process within seconds, under any launcher: the dying rank writes
+1. An exception on one rank ends every process within seconds, under any launcher: the dying rank writes
    errors/attempt-N/rank-R.json and leaves by `os._exit`, so that no hung collective or library thread can hold it; in
-   every other rank `watch` sees the file and leaves too. A rank that hangs or is killed is found by `watch` as well.
-3. Each rank's output is in logs/attempt-N/rank-R.log, also what C libraries write; rank 0's Python output goes to the
+   every other rank `watch` sees the file and leaves too.
+2. Each rank's output is in logs/attempt-N/rank-R.log, also what C libraries write; rank 0's Python output goes to the
    launcher's console as well.
-4. A launcher that dies counts as a signal to stop: the ranks save and end instead of living on as orphans.
 
 This module imports torch only inside functions, after the thread counts are in the environment.
 """
@@ -44,11 +41,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pithtrain import rundir
 from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, Stalled
 from pithtrain.rundir import RunDir
-from pithtrain.spec import RunSpec, load
+from pithtrain.slurm import hostnames
+from pithtrain.spec import load
 from pithtrain.watch import Watch, end_attempt, standing
 
 if TYPE_CHECKING:
-    from pithtrain.train import Outcome
     from pithtrain.world import Place
 
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the kernel's ephemeral range, which starts at 32768
@@ -62,8 +59,6 @@ LOST_PEER = re.compile(
     r"|application timeout|unhandled system error|process group has been aborted|failed to recv|recvvalue failed",
     re.IGNORECASE,
 )
-
-Train = Callable[[RunSpec, RunDir, "Place", Watch], "Outcome"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +77,8 @@ class Seat:
 
 
 def seat(env: Mapping[str, str]) -> Seat:
-    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did.
-
-    Raises SpecError for a variable that is no number.
-    """
+    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did. Raises
+    SpecError for a variable that is no number."""
     if "RANK" in env and "WORLD_SIZE" in env:
         size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
         launcher = "torchrun" if "MASTER_ADDR" in env else "spawn"
@@ -140,35 +133,24 @@ def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
 
 
 def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port of rank 0. `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it.
-
-    The launch node is where `srun` runs, which is the first node in a batch script and a login node otherwise; Slurm's
-    node *names* need not resolve, so its address is preferred where it is right. Job ids that differ by less than 17000
-    never share a port; two steps of one job differ too.
-    """
+    """Host and port of rank 0. `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it. The
+    launch node is where `srun` runs, which is the first node in a batch script and a login node otherwise; Slurm's node
+    *names* need not resolve, so its address is preferred where it is right. Job ids that differ by less than 17000
+    never share a port; two steps of one job differ too."""
     host = env.get("MASTER_ADDR")
     if not host and env.get("SUBMITIT_EXECUTOR") == "slurm":
         host = env.get("SLURM_LAUNCH_NODE_IPADDR")
     if not host:
-        host = first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+        host = hostnames(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])[0]
     derived = FIRST_PORT + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % NUM_PORTS
     return host, int(env.get("MASTER_PORT", derived))
 
 
-def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: `gpu[003-010,12],x1` -> `gpu003`."""
-    head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,]*)", nodes)
-    assert head is not None, "the expression matches the empty string"
-    return head[1] + re.split(r"[,-]", head[2] or "")[0] + head[3]
-
-
 def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before torch is imported, where the user has not.
-
-    CPU threads: the ranks of a host share its cores; without this each takes all of them, and two ranks on two cores
-    run several times slower. A file store means one host: gloo then stays on the loopback interface, since it otherwise
-    looks up the host's own name, which need not resolve.
-    """
+    """Variables to set before torch is imported, where the user has not. CPU threads: the ranks of a host share its
+    cores; without this each takes all of them, and two ranks on two cores run several times slower. A file store means
+    one host: gloo then stays on the loopback interface, since it otherwise looks up the host's own name, which need not
+    resolve."""
     here = seat(env)
     cpus = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
     if not cpus:
@@ -184,18 +166,13 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def entry(path: str) -> None:
-    """What submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec.
-
-    Never returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file
-    over which the next attempt dies.
-    """
-    leave(Path(path))
-
-
-def leave(path: Path) -> None:
-    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it."""
+    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it. It
+    is what submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec. Never
+    returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file over
+    which the next attempt dies."""
+    code = 0
     try:
-        code = main(path)
+        main(Path(path))
     except PithtrainError as error:  # the environment is wrong: there is no rank yet that could have a log
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -204,12 +181,9 @@ def leave(path: Path) -> None:
     os._exit(code)
 
 
-def main(path: Path, train: Train | None = None) -> int:
-    """Run this task of the run in `path`; `train` is `pithtrain.train.run` unless a test brings its own.
-
-    Returns 0 when the run finished, or stopped with its state saved; `train` has written the marker that says which.
-    Does not return on failure: the process ends with the error's exit code.
-    """
+def main(path: Path) -> None:
+    """Run this task of the run in `path`. Returns when the run finished, or stopped with its state saved; `train` has
+    written the marker that says which. Does not return on failure: the process ends with the error's exit code."""
     run = RunDir(path.absolute())
     here = seat(os.environ)
     attempt = attempt_of(os.environ)
@@ -226,28 +200,19 @@ def main(path: Path, train: Train | None = None) -> int:
         watch.log_to(log)
         try:
             spec = load(run.spec_yaml)
-            _check_size(spec, here)
+            if here.world_size != spec.world_size:
+                rule = f"the spec's mesh has {spec.world_size} ranks, and {here.launcher} started {here.world_size}"
+                raise SpecError([Problem("slurm.nodes x slurm.gpus_per_node", spec.world_size, rule)])
             if here.rank == 0:
                 _begin(run, attempt, here)
             watch.start(spec)
-            (train or _train())(spec, run, place_from_environment(os.environ, run), watch)
+            from pithtrain import train
+
+            train.run(spec, run, place_from_environment(os.environ, run), watch)
             watch.finish()
         except BaseException as error:
             # everything is caught, KeyboardInterrupt too: whatever ends this rank must end the others
             _die(watch, here, error, log, console)
-    return 0
-
-
-def _train() -> Train:
-    from pithtrain.train import run
-
-    return run
-
-
-def _check_size(spec: RunSpec, here: Seat) -> None:
-    if here.world_size != spec.world_size:
-        rule = f"the spec's mesh has {spec.world_size} ranks, and {here.launcher} started {here.world_size}"
-        raise SpecError([Problem("slurm.nodes x slurm.gpus_per_node", spec.world_size, rule)])
 
 
 def _begin(run: RunDir, attempt: int, here: Seat) -> None:
@@ -259,7 +224,7 @@ def _begin(run: RunDir, attempt: int, here: Seat) -> None:
         run,
         attempt,
         launcher=here.launcher,
-        job_id=os.environ["SLURM_JOB_ID"] if here.launcher == "slurm" else (rundir.last_job(run) or {}).get("job_id"),
+        job_id=os.environ["SLURM_JOB_ID"] if here.launcher == "slurm" else rundir.last_job(run).get("job_id"),
         host=socket.gethostname(),
         pid=os.getpid(),
         nodes=os.environ.get("SLURM_JOB_NODELIST", socket.gethostname()),
@@ -330,10 +295,8 @@ class Tee(io.TextIOBase):
 @contextlib.contextmanager
 def redirected(path: Path, copy: bool) -> Generator[tuple[TextIO, TextIO], None, None]:
     """Send this process's output, down to the file descriptors, to the log at `path`; yields it and the old stderr.
-
     With `copy`, what Python prints goes to the old standard output too. The log is opened for appending and line by
-    line: a process that is killed loses nothing but its current line.
-    """
+    line: a process that is killed loses nothing but its current line."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = sys.stdout, sys.stderr
@@ -360,11 +323,9 @@ def redirected(path: Path, copy: bool) -> Generator[tuple[TextIO, TextIO], None,
 
 
 def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], object]:
-    """What rank 0 makes, on every rank, before there is a run directory to meet in.
-
-    Uses the store of the rendezvous that `train` will use. Returns the value and the store, which the caller keeps
-    until the end, because rank 0's is the server. A PithtrainError on rank 0 ends all with its exit code.
-    """
+    """What rank 0 makes, on every rank, before there is a run directory to meet in. Uses the store of the rendezvous
+    that `train` will use. Returns the value and the store, which the caller keeps until the end, because rank 0's is
+    the server. A PithtrainError on rank 0 ends all with its exit code."""
     from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
     here = seat(env)
@@ -376,16 +337,15 @@ def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, An
     key = f"pithtrain/run-{here.restarts}"  # torchrun's store outlives a restart
     if here.rank == 0:
         try:
-            answer: dict[str, Any] = {"value": make()}
+            store.set(key, json.dumps({"value": make()}))
         except PithtrainError as error:
-            store.set(key, json.dumps({"error": str(error), "exit_code": error.exit_code}))
+            store.set(key, json.dumps({"exit_code": error.exit_code}))
             raise
-        store.set(key, json.dumps(answer))
-    answer = json.loads(store.get(key))
-    if "error" in answer:
+    answer: dict[str, Any] = json.loads(store.get(key))
+    if "exit_code" in answer:
         raise SystemExit(answer["exit_code"])  # rank 0 has said why
     return answer["value"], store
 
 
 if __name__ == "__main__":
-    leave(Path(sys.argv[1]))
+    entry(sys.argv[1])

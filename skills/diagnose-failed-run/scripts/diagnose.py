@@ -28,7 +28,7 @@ def look(run: RunDir) -> jobs.State:
         return jobs.state(run)
     except SlurmError as error:
         print(f"Slurm cannot be asked: {str(error).splitlines()[0]}")
-        now, last = jobs.state(run, {}), rundir.last_attempt(run) or {}
+        now, last = jobs.state(run, {}), rundir.last_attempt(run)
         beats = (rundir.read_json(run.heartbeat) or {}).get("attempt") == now.attempt
         if last.get("end") is None and beats and silent(run) is None:
             return dataclasses.replace(now, word="running", alive=True, why=None)
@@ -91,7 +91,7 @@ def main() -> None:
     saved = "no checkpoint" if now.checkpoint is None else f"newest checkpoint: step {now.checkpoint}"
     print(f"run       {run.path}\nstate     {now.word} at {at}; {saved}")
     if now.word in ("failed", "lost", "cancelled", "damaged"):
-        job = (rundir.last_job(run) or {}).get("job_id")
+        job = rundir.last_job(run).get("job_id")
         found = jobs.cause(run, now.attempt, step_log=run.slurm / f"{job}_0_log.err")
         print(f"cause     {now.why}")
         if error is not None:

@@ -1,5 +1,7 @@
 """A real Slurm on one machine: two nodes with fake GPUs, for trying a run's whole life and for our own tests.
 
+    .venv/bin/python slurm/cluster.py up | down | status [--dir D]         make cluster-up, cluster-down, cluster-status
+
 Nothing of it is simulated but the hardware: slurmctld, one slurmd per node and munge run as the calling user (root or
 not), without systemd, cgroups or accounting, and everything they write lies in one folder D:
 
@@ -12,15 +14,18 @@ Up in under a second. Several clusters stand side by side, each with a munge key
 a real cluster: node names do not resolve, and the nodes share one host's ports, memory and /dev/shm.
 """
 
+import argparse
 import contextlib
 import os
 import pwd
 import random
 import secrets
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -42,7 +47,6 @@ UP_WITHIN_S = DOWN_WITHIN_S = 60
 class Status:
     """`daemons`: which of them live. `nodes`: state by name, {} where the controller does not answer."""
 
-    conf: Path
     daemons: dict[str, bool]
     nodes: dict[str, str]
     jobs: int
@@ -159,7 +163,7 @@ def status(folder: Path = DEFAULT) -> Status:
         nodes = _ask(folder, "sinfo", "--noheader", "--Node", "--format=%N %T")
         jobs = _ask(folder, "squeue", "--noheader", "--format=%A")
     states = dict(line.split() for line in nodes.splitlines())
-    return Status(folder / "slurm.conf", daemons, states, len(jobs.split()))
+    return Status(daemons, states, len(jobs.split()))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -328,3 +332,36 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.2)
     return True
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A real Slurm on this machine, with fake GPUs.")
+    parser.add_argument("verb", choices=["up", "down", "status"])
+    parser.add_argument("--dir", type=Path, default=DEFAULT, help="its folder; ~/.pithtrain/cluster otherwise")
+    parser.add_argument("--nodes", type=int, default=2, help="of `up`: nodes, all of them this machine")
+    parser.add_argument("--gpus", type=int, default=4, help="of `up`: fake GPUs of a node")
+    options = parser.parse_args()
+    folder: Path = options.dir
+    export = f"  export SLURM_CONF={shlex.quote(str(folder.absolute() / 'slurm.conf'))}"
+    try:
+        if options.verb == "up":
+            began = up(folder, options.nodes, options.gpus)
+            print(f"{'up' if began else 'it was up already'}: {folder}\n{export}")
+        elif options.verb == "down":
+            print("down" if down(folder) else "it was not running")
+        else:
+            now = status(folder)
+            daemons = (f"{name} {'runs' if alive else 'does not run'}" for name, alive in now.daemons.items())
+            print(f"{'up' if now.is_up else 'down'}: {', '.join(daemons)}")
+            print("\n".join(f"  {name}  {state}" for name, state in now.nodes.items()))
+            print(f"  jobs: {now.jobs}\n{export}")
+    except SlurmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
