@@ -1,5 +1,6 @@
 """Fixtures that more than one test file uses."""
 
+import functools
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ import torch
 
 if not torch.cuda.is_available():  # before triton is imported: its interpreter runs our kernels on CPU tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from torch._dynamo.utils import counters
 
 import cluster
 from harness import Pool
@@ -25,6 +28,16 @@ def pool() -> Iterator[Pool]:
     started = Pool()
     yield started
     started.close()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.compile` traces, partitions and guards, and compiles nothing; its counters begin at zero."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
 
 
 def short_folder() -> Path:

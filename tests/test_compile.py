@@ -4,7 +4,6 @@ The backend is `aot_eager`, which traces, partitions and guards as the real one 
 the real one where there is a C++ compiler.
 """
 
-import functools
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -32,11 +31,6 @@ def clean() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 def spec_of(family: str, enabled: bool = True, **sections: Any) -> RunSpec:

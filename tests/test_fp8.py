@@ -3,7 +3,6 @@
 import functools
 import math
 import shutil
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -662,15 +661,6 @@ def test_activation_checkpoints_change_nothing(family: str) -> None:
     for other in runs[1:]:
         assert other.losses == runs[0].losses and other.norms == runs[0].norms
         assert all((other.first_grads[name] == grad).all() for name, grad in runs[0].first_grads.items())
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

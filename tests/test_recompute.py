@@ -1,8 +1,6 @@
 """Recomputing: bitwise the gradients of keeping everything, from experts chosen once, and fewer bytes between a forward
 and its backward."""
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -178,15 +176,6 @@ def test_bytes_between_forward_and_backward_shrink(family: str) -> None:
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 KINDS = {"qwen3_moe": 3, "deepseek_v2": 4, "deepseek_v3": 4, "gpt_oss": 2}  # before; after: dense, experts; shared
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")

@@ -8,7 +8,7 @@ buffers (torch's symmetric memory; multicast stays off), and an exchange is, on 
     where the result is used (the compute stream): wait for each peer's signal; read the buffer in place
 
 **Places.** Rows are grouped by destination already. Where a rank's block begins in a receiver's buffer follows from how
-many rows the ranks before it send there, so each rank tells all its counts to all (`places`, G^2 pairs of integers).
+many rows the ranks before it send there, so each rank tells all its counts to all (`dispatch.places`).
 Rows arrive without gaps in the order in which NCCL would bring them: every sum is bitwise the same.
 
 **Capacity.** With deduplication a rank receives at most every token of every rank once, G T rows; usual is D / G of it,
