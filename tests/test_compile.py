@@ -4,6 +4,7 @@ The backend is `aot_eager`, which traces, partitions and guards as the real one 
 the real one where there is a C++ compiler.
 """
 
+import functools
 import shutil
 import warnings
 from collections.abc import Iterator
