@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from pithtrain.errors import RunFailed
-from pithtrain.ops.attention import PLAIN, Sight, require_cudnn
+from pithtrain.ops import attention as ops_attention
+from pithtrain.ops import parts as ops_parts
+from pithtrain.ops.attention import PIECES, PLAIN, Sight, require_cudnn
+from pithtrain.ops.parts import Part
 from reference import assert_near, attention, gradients, leaves, plain_attention, random
 
 
@@ -171,6 +175,34 @@ def test_case_144_a_row_that_sees_nothing_is_zero(sunk: bool) -> None:
     assert torch.equal(out, torch.zeros(2, 5, 4, 3))
     for grad in torch.autograd.grad(out, own, torch.ones_like(out)):
         assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_long_documents_one_by_one_are_the_packed_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plain kernels in the places of cuDNN's and flash's: what is cut, lengthened and put back is what each
+    document sees. Two long ones side by side, one at the end of all, short ones before, between and behind."""
+    lengths: list[tuple[bool, int]] = []
+
+    def seen(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        lengths.append((rest[-1].packed is None, q.shape[1]))
+        return PLAIN.forward(q, *rest)
+
+    for module in (ops_attention, ops_parts):
+        monkeypatch.setattr(module, "LONG", 20)
+    for name in ("_cudnn", "_flash"):
+        monkeypatch.setattr(ops_attention, f"{name}_forward", seen)
+        monkeypatch.setattr(ops_attention, f"{name}_backward", PLAIN.backward)
+    q, k, v, _ = inputs((4, 2), (6, 3), 60, torch.float64)
+    part = Part(2, 60, torch.device("cpu"), documents=[(0, 3, 4, 25, 50), (0, 10, 35)])
+    [[call]] = part.steps(None)
+    plain = PLAIN.forward(q, k, v, 0.3, call.sight)
+    found = PIECES.forward(q, k, v, 0.3, call.sight)
+    assert lengths == [(False, 4), (True, 22), (True, 26), (False, 20), (True, 26), (True, 26)]
+    for x, want in zip(found, plain, strict=True):
+        assert_near(x, want, 1e-13)
+    dout = random(4, *plain[0].shape)
+    grads = (pair.backward(dout, q, k, v, *plain, 0.3, call.sight) for pair in (PIECES, PLAIN))
+    for x, want in zip(*grads, strict=True):
+        assert_near(x, want, 1e-13)
 
 
 def test_a_large_score_does_not_overflow() -> None:

@@ -16,7 +16,9 @@ from pithtrain import catalog, checkpoint
 from pithtrain.build import build
 from pithtrain.errors import SpecError
 from pithtrain.models.contract import architectures
+from pithtrain.ops import attention as ops_attention
 from pithtrain.ops import fp8
+from pithtrain.ops import parts as ops_parts
 from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
 from pithtrain.ops.linear import Linears, Weight, add_weight_grad
@@ -102,7 +104,7 @@ def test_a_router_is_fp32_on_tensor_cores(compile_it: bool) -> None:
 
 
 @needs_gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.11 while it compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch 2.11 while it compiles
 @pytest.mark.parametrize("family", architectures())
 def test_compiled_regions_and_recomputation_follow_eager_in_bf16(family: str) -> None:
     """One step of each from the same weights: losses within bf16's rounding, gradients too but where a near tie chose
@@ -111,6 +113,7 @@ def test_compiled_regions_and_recomputation_follow_eager_in_bf16(family: str) ->
     def ran(mode: str, compiled: bool) -> Ran:
         training = {**TRAINING, "device": "cuda", "compute_dtype": "bfloat16"}
         sections = {"activation_checkpoint": {"mode": mode}, "compile": {"enabled": compiled}}
+        sections["model"] = {"max_position_embeddings": 256}
         return alone({"architecture": family, "training": training, **sections}, steps=1)
 
     want = ran("none", compiled=False)
@@ -562,16 +565,25 @@ LONG = (0, 1, 300, 700, 701, 759)  # where documents begin: of 1, of 299, of 400
 
 
 @needs_gpu
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(
+    ("deterministic", "long"), [(False, 2048), (False, 256), (True, 256)], ids=["", "alone", "deterministic"]
+)
 @pytest.mark.parametrize(
     ("heads", "window", "sinks"),
     [(QWEN3, None, False), (MLA, None, False), (GPT_OSS, None, True), (GPT_OSS, 128, True)],
 )
 def test_documents_against_one_softmax_on_the_gpu(
-    heads: tuple[int, int, int, int], window: int | None, sinks: bool, deterministic: bool
+    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int, int, int],
+    window: int | None,
+    sinks: bool,
+    deterministic: bool,
+    long: int,
 ) -> None:
-    """bf16 in the flash ops, two sequences of other documents: output and gradients near one softmax in float64; a
-    token of one document leaves the outputs of the others bitwise."""
+    """bf16 in the flash ops and, alone, documents of `long` tokens in cuDNN's: two sequences of other documents, output
+    and gradients near one softmax in float64; a token of one document leaves the outputs of the others bitwise."""
+    for module in (ops_attention, ops_parts):
+        monkeypatch.setattr(module, "LONG", long)
     hq, hk, dk, dv = heads
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(2, 760, hq, dk), (2, 760, hk, dk), (2, 760, hk, dv), (2, 760, hq, dv)]

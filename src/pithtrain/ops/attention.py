@@ -3,7 +3,8 @@
 | case | kernels |
 |---|---|
 | CUDA, bf16: blocks of a fixed shape, full or causal | cuDNN's ops, which take grouped heads and MLA's 192 / 128 |
-| a window, documents, ragged blocks; or anything, where torch is asked to be deterministic | the flash ops |
+| documents, no window | those of `LONG` tokens and more in cuDNN's, one by one; runs of shorter ones in the flash ops |
+| a window, ragged blocks; or anything, where torch is asked to be deterministic | the flash ops |
 | a CPU; fp32 and float64 anywhere | the plain pair: it writes the scores of a block, again in backward |
 
 No kernel here knows sinks or other blocks, and none needs to. A pair is
@@ -62,11 +63,13 @@ def require_cudnn(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Packed:
-    """Where documents begin and end in the B * S positions of a block, which queries and keys share."""
+    """Where documents begin and end in the B * S positions of a block, which queries and keys share. Where some are
+    long, `pieces` are (first, last position, what lies there): None is one long document."""
 
     bounds: tuple[int, ...]  # 0, ..., B * S
     on_device: Tensor  # the same, int32
     longest: int
+    pieces: "tuple[tuple[int, int, Packed | None], ...]" = ()
 
 
 class Sight(NamedTuple):
@@ -88,8 +91,11 @@ def kernels_for(q: Tensor, sight: Sight, ragged: bool = False) -> Kernels:
     """`ragged`: the shapes of this call are those of one batch; cuDNN would make a plan for each, 20 to 40 ms."""
     if not has_kernel(q):
         return PLAIN
-    fixed = sight.window is None and sight.packed is None and not ragged
-    return CUDNN if fixed and not torch.are_deterministic_algorithms_enabled() else FLASH
+    if sight.window is not None or torch.are_deterministic_algorithms_enabled():
+        return FLASH
+    if sight.packed is not None:
+        return PIECES if sight.packed.pieces else FLASH
+    return FLASH if ragged else CUDNN
 
 
 def merge_for(q: Tensor) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:
@@ -289,6 +295,57 @@ def _window(sight: Sight) -> dict[str, int]:
     }
 
 
+# ---- documents, some of them long ------------------------------------------------------------------------------------
+
+LONG = 2048  # tokens from which a document takes cuDNN's kernels: 1.5 to 2 times as fast, at a call each
+
+
+def _alone(length: int) -> int:
+    """A long document is lengthened to at most 17/16 of it, and to few lengths, for cuDNN makes a plan for each."""
+    unit = max(LONG // 8, 1 << length.bit_length() - 5)
+    return -(-length // unit) * unit
+
+
+def _piece(first: int, last: int, packed: Packed | None, *tensors: Tensor) -> list[Tensor]:
+    """Rows [1, length, ...] of tensors [B * S, ...]; zeros behind those of a long document, which its own queries do
+    not see, and whose queries have no gradient."""
+    more = 0 if packed is not None else _alone(last - first) - (last - first)
+    return [
+        F.pad(x[first:last], (0,) * (2 * x.dim() - 1) + (more,))[None] if more else x[None, first:last] for x in tensors
+    ]
+
+
+def _pieces_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, sight: Sight) -> tuple[Tensor, Tensor]:
+    assert sight.packed is not None
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    out_THD = q.new_empty(*flat[0].shape[:2], v.shape[-1])
+    lse_TH = q.new_empty(flat[0].shape[:2], dtype=accumulate_dtype(q.dtype))
+    for first, last, packed in sight.packed.pieces:
+        forward = _cudnn_forward if packed is None else _flash_forward
+        a, b, c = _piece(first, last, packed, *flat)
+        out, lse = forward(a, b, c, scale, Sight(packed=packed))
+        out_THD[first:last] = out[0, : last - first]
+        lse_TH[first:last] = lse[0, :, : last - first].t()
+    return out_THD.view(*q.shape[:3], -1), lse_TH.view(q.shape[:3]).transpose(1, 2)
+
+
+def _pieces_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, sight: Sight
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert sight.packed is not None
+    flat = [x.flatten(0, 1) for x in (dout, q, k, v, out, lse.transpose(1, 2))]
+    grads = [torch.empty_like(x) for x in flat[1:4]]
+    for first, last, packed in sight.packed.pieces:
+        backward = _cudnn_backward if packed is None else _flash_backward
+        d, a, b, c, o, lse_1LH = _piece(first, last, packed, *flat)
+        found = backward(d, a, b, c, o, lse_1LH.transpose(1, 2), scale, Sight(packed=packed))
+        for grad, part in zip(grads, found, strict=True):
+            grad[first:last] = part[0, : last - first]
+    dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
 PLAIN = Kernels(_plain_forward, _plain_backward)
 CUDNN = Kernels(_cudnn_forward, _cudnn_backward)
 FLASH = Kernels(_flash_forward, _flash_backward)
+PIECES = Kernels(_pieces_forward, _pieces_backward)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pithtrain.ops.attention import Packed, Sight
+from pithtrain.ops.attention import LONG, Packed, Sight
 
 ALL = slice(None)
 
@@ -83,8 +83,7 @@ class Part:
                 for chunk in own:  # a document begins within it, or a piece of one at its start
                     at = cuts[-1] - chunk.start
                     cuts += [at + s for s in inner if chunk.start < s < chunk.stop] + [at + chunk.stop]
-            longest = max(b - a for a, b in itertools.pairwise(cuts))
-            self.packed = Packed(tuple(cuts), to_device(torch.tensor(cuts, dtype=torch.int32), device), longest)
+            self.packed = pack(cuts, device)
         self._steps: dict[int | None, list[list[Call]]] = {}
 
     def halo(self, window: int | None) -> int | None:
@@ -164,6 +163,22 @@ def _rectangle(queries: range, keys: range, window: int | None) -> tuple[range, 
         return keys, queries, Sight(causal=False)
     # a kernel takes query i of Sq to stand at key i + Sk - Sq
     return keys, queries, Sight(False, window - (queries.stop - keys.stop))
+
+
+def pack(bounds: Sequence[int], device: torch.device) -> Packed:
+    """`bounds`: 0, ..., B * S. Host arithmetic, and a tensor copied to the device for every run of short documents."""
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    pieces: list[tuple[int, int, Packed | None]] = []
+    if longest >= LONG:
+        documents = itertools.pairwise(bounds)
+        for is_long, found in itertools.groupby(documents, lambda document: document[1] - document[0] >= LONG):
+            run = list(found)
+            if is_long:
+                pieces += [(*document, None) for document in run]
+            else:
+                first, last = run[0][0], run[-1][1]
+                pieces.append((first, last, pack([0, *(end - first for _, end in run)], device)))
+    return Packed(tuple(bounds), to_device(torch.tensor(bounds, dtype=torch.int32), device), longest, tuple(pieces))
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
