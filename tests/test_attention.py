@@ -187,16 +187,16 @@ def test_long_documents_one_by_one_are_the_packed_call(monkeypatch: pytest.Monke
         return PLAIN.forward(q, *rest)
 
     for module in (ops_attention, ops_parts):
-        monkeypatch.setattr(module, "LONG", 20)
+        monkeypatch.setattr(module, "LONG", 40)
     for name in ("_cudnn", "_flash"):
         monkeypatch.setattr(ops_attention, f"{name}_forward", seen)
         monkeypatch.setattr(ops_attention, f"{name}_backward", PLAIN.backward)
-    q, k, v, _ = inputs((4, 2), (6, 3), 60, torch.float64)
-    part = Part(2, 60, torch.device("cpu"), documents=[(0, 3, 4, 25, 50), (0, 10, 35)])
+    q, k, v, _ = inputs((4, 2), (6, 3), 120, torch.float64)
+    part = Part(2, 120, torch.device("cpu"), documents=[(0, 3, 4, 45, 100), (0, 10, 75)])
     [[call]] = part.steps(None)
     plain = PLAIN.forward(q, k, v, 0.3, call.sight)
     found = PIECES.forward(q, k, v, 0.3, call.sight)
-    assert lengths == [(False, 4), (True, 22), (True, 26), (False, 20), (True, 26), (True, 26)]
+    assert lengths == [(False, 4), (True, 42), (True, 56), (False, 30), (True, 68), (True, 46)]
     for x, want in zip(found, plain, strict=True):
         assert_near(x, want, 1e-13)
     dout = random(4, *plain[0].shape)

@@ -566,7 +566,7 @@ LONG = (0, 1, 300, 700, 701, 759)  # where documents begin: of 1, of 299, of 400
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("deterministic", "long"), [(False, 2048), (False, 256), (True, 256)], ids=["", "alone", "deterministic"]
+    ("deterministic", "long"), [(False, 4096), (False, 256), (True, 256)], ids=["", "alone", "deterministic"]
 )
 @pytest.mark.parametrize(
     ("heads", "window", "sinks"),
@@ -729,7 +729,7 @@ def test_what_a_compiler_makes_of_the_quantiser_is_the_kernel(recipe: fp8.Recipe
     finite = want.scale.isfinite().all(1)
     assert finite.sum() == 62
     assert torch.equal(found.data[finite].view(torch.uint8), want.data[finite].view(torch.uint8))
-    assert found.scale.stride() == want.scale.stride()
+    assert found.scale.t().is_contiguous() and want.scale.t().is_contiguous()
 
 
 @needs_hopper

@@ -77,6 +77,7 @@ def pairs(part: Part, window: int | None) -> np.ndarray:
             visible = (back >= 0) | (not sight.causal)
             if sight.window is not None:
                 visible &= back < sight.window
+                assert len(at_q) <= len(at_k), "flash takes 'all keys behind' for Sk of them"
             for row in range(part.rows)[rows]:
                 own = visible
                 if sight.packed is not None:

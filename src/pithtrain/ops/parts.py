@@ -92,6 +92,10 @@ class Part:
         n = self.length // (2 * self.cp)
         return window - 1 if self.cp > 1 and window is not None and window - 1 <= n else None
 
+    def ragged(self, q: Tensor, k: Tensor) -> bool:
+        """Whether a call's queries [B, Sq, ...] or keys [B, Sk, ...] are not whole chunks."""
+        return any(x.shape[1] % (self.length // (2 * self.cp)) for x in (q, k))
+
     def steps(self, window: int | None) -> list[list[Call]]:
         """The calls of each step; the first of all covers every query and key of this rank."""
         if window is not None and window >= self.length:
@@ -127,11 +131,10 @@ class Part:
                 begin = max(s for s in starts if s < b.stop)  # of the document that holds the last key of b
                 end = min((s for s in starts if s >= b.stop), default=self.length)
                 keys, queries = range(max(begin, b.start), b.stop), range(a.start, min(end, a.stop))
-                if found := _rectangle(queries, keys, window):
-                    keys, queries, sight = found
-                    q, k = i * n - a.start, j * (b.stop - b.start) - b.start
-                    at = slice(queries.start + q, queries.stop + q)
-                    yield Call(row, at, slice(keys.start + k, keys.stop + k), sight)
+                q, k = i * n - a.start, j * (b.stop - b.start) - b.start
+                for found_keys, found_queries, sight in _rectangle(queries, keys, window):
+                    at = slice(found_queries.start + q, found_queries.stop + q)
+                    yield Call(row, at, slice(found_keys.start + k, found_keys.stop + k), sight)
 
 
 def _joined(calls: Iterable[Call]) -> list[Call]:
@@ -151,18 +154,25 @@ def _joined(calls: Iterable[Call]) -> list[Call]:
     return joined
 
 
-def _rectangle(queries: range, keys: range, window: int | None) -> tuple[range, range, Sight] | None:
+def _rectangle(queries: range, keys: range, window: int | None) -> Iterator[tuple[range, range, Sight]]:
     """(keys, queries, sight) of what is left of positions of which all keys lie before all queries, in a window of so
-    many keys: keys that no query sees and queries that see no key are cut away. None where nothing is left."""
+    many keys: keys that no query sees and queries that see no key are cut away. Under a window with more queries than
+    keys those that see all keys are a call of their own: the flash ops, told of nothing behind a query's place, take
+    that for Sk keys behind it, and with Sq > Sk it is not enough."""
     if window is not None and len(queries):
         keys = range(max(keys.start, queries.start - window + 1), keys.stop)
         queries = range(queries.start, min(queries.stop, keys.stop - 1 + window))
     if not len(keys) or not len(queries):
-        return None
-    if window is None or queries[-1] - keys.start < window:
-        return keys, queries, Sight(causal=False)
-    # a kernel takes query i of Sq to stand at key i + Sk - Sq
-    return keys, queries, Sight(False, window - (queries.stop - keys.stop))
+        return
+    see_all = queries.stop if window is None else min(queries.stop, keys.start + window)
+    if see_all == queries.stop:
+        yield keys, queries, Sight(causal=False)
+    elif len(queries) > len(keys) and see_all > queries.start:
+        yield keys, range(queries.start, see_all), Sight(causal=False)
+        yield from _rectangle(range(see_all, queries.stop), keys, window)
+    else:  # a kernel takes query i of Sq to stand at key i + Sk - Sq
+        assert window is not None
+        yield keys, queries, Sight(False, window - (queries.stop - keys.stop))
 
 
 def pack(bounds: Sequence[int], device: torch.device) -> Packed:

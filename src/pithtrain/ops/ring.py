@@ -269,8 +269,9 @@ class Attention:
         for block, calls in zip(travel.blocks(), part.steps(core.window), strict=True):
             for rows, queries, keys, sight in calls:
                 k, v = self._expand([x[rows, keys] for x in block])
-                pair = kernels_for(q, sight, part.documents is not None)
-                out_t, lse_t = pair.forward(q[rows, queries], k, v, core.scale, sight)
+                mine = q[rows, queries]
+                pair = kernels_for(q, sight, part.ragged(mine, k))
+                out_t, lse_t = pair.forward(mine, k, v, core.scale, sight)
                 if found is None:  # all queries
                     found = out_t.to(travel.dtype).contiguous(), lse_t.contiguous()
                 else:
@@ -289,7 +290,7 @@ class Attention:
                 sources = [x[rows, keys] for x in block]
                 k, v = self._expand(sources)
                 do, mine, out = (x[rows, queries] for x in (dout, q, self._out))
-                pair = kernels_for(q, sight, part.documents is not None)
+                pair = kernels_for(q, sight, part.ragged(mine, k))
                 dq_t, *grads = pair.backward(do, mine, k, v, out, self._lse[rows, :, queries], core.scale, sight)
                 if expand is not None and dweight is not None:
                     grads, dy, x = expand.backward(*grads, *sources)
