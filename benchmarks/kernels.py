@@ -342,16 +342,16 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
         yield Case(
             f"fp8 rows {recipe}",
             shape.name,
-            lambda group=group: fp8_kernels.quantize_rows(gate_up, group)[0],
+            lambda group=group: fp8_kernels.quantize_rows(gate_up, group),
             lambda group=group: fp8.quantize_rows(gate_up, group),
             1.5 * gate_up.nbytes,
         )
         yield Case(
             f"fp8 gather {recipe}",
             shape.name,
-            lambda group=group: fp8_kernels.quantize_rows(tokens, group, row_R, True),
-            lambda group=group: (fp8.quantize_rows(tokens[row_R], group), tokens[row_R]),
-            tokens.nbytes + 3 * rows * shape.hidden,
+            lambda group=group: fp8_kernels.quantize_rows(tokens, group, row_R),
+            lambda group=group: fp8.quantize_rows(tokens[row_R], group),
+            tokens.nbytes + rows * shape.hidden,
         )
         yield Case(
             f"fp8 weight {recipe}",
@@ -364,13 +364,13 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
             f"fp8 glu {recipe}",
             shape.name,
             lambda group=group: fp8_kernels.glu(gate_up, weight, *options, group),
-            lambda group=group: fp8_kernels.quantize_rows(kernels.glu(gate_up, weight, *options), group)[0],
+            lambda group=group: fp8_kernels.quantize_rows(kernels.glu(gate_up, weight, *options), group),
             2.5 * da.nbytes,
         )
 
         def both(group: int = group) -> tuple[Any, ...]:
             found = kernels.glu_backward(da, gate_up, weight, *options)
-            return *found, fp8_kernels.quantize_rows(found[0], group)[0]
+            return *found, fp8_kernels.quantize_rows(found[0], group)
 
         yield Case(
             f"fp8 glu_backward {recipe}",
@@ -398,7 +398,7 @@ def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -
         if experts:
 
             def forward(x: Tensor = x, eight: Any = eight, gathered: bool = part == "gate_up") -> Tensor:
-                q = fp8.gather(tokens, row_R, recipe, False)[0] if gathered else fp8.quantize(x, recipe)
+                q = fp8.gather(tokens, row_R, recipe) if gathered else fp8.quantize(x, recipe)
                 return fp8.grouped_product(q, eight.forward, ends, recipe)
 
             def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:

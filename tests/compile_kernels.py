@@ -103,8 +103,8 @@ def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
     x, weight, expert = torch.zeros(rows, hidden, dtype=BF16), torch.zeros(rows), torch.zeros(rows, dtype=INT64)
     matrices = torch.zeros(experts, 256, hidden, dtype=BF16)
     for group in (0, 128, 32):
-        quantized, _ = fp8_kernels.quantize_rows(x, group)
-        fp8_kernels.quantize_rows(x, group, expert, True)
+        quantized = fp8_kernels.quantize_rows(x, group)
+        fp8_kernels.quantize_rows(x, group, expert)
         for limit, offset, bias in ((None, 0.0, None), (7.0, 1.0, torch.zeros(experts, hidden))):
             options = (1.0, limit, offset, bias, expert, group)
             fp8_kernels.glu(x, weight, *options)
