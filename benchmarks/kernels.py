@@ -353,11 +353,15 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
             lambda group=group: fp8.quantize_rows(tokens[row_R], group),
             tokens.nbytes + rows * shape.hidden,
         )
+
+        def plain(recipe: Recipe = recipe) -> tuple[Any, ...]:
+            return fp8.plain_quantize_weight(matrices, recipe)[1:]
+
         yield Case(
             f"fp8 weight {recipe}",
             shape.name,
             lambda group=group: fp8_kernels.quantize_weight(matrices, group),
-            lambda recipe=recipe: fp8.plain_quantize_weight(matrices, recipe)[1:],
+            plain,
             2 * matrices.nbytes,
         )
         yield Case(
@@ -522,16 +526,15 @@ def adamw_case(size: int, shape: str, dtype: torch.dtype, moments: torch.dtype, 
     torch_step = zero.clone()  # torch counts before it updates
 
     def run() -> list[Tensor]:
-        kernels.adamw(*mine, grad, weights[0], step, one, zero, 1e-3, (0.9, 0.95), 1e-8, 0.1, keys)
+        p, m, v = mine
+        kernels.adamw(p, m, v, grad, weights[0], step, one, zero, 1e-3, (0.9, 0.95), 1e-8, 0.1, keys)
         return [*mine, weights[0]]
 
     def twin() -> list[Tensor]:
         wide = theirs[1].float(), theirs[2].float()  # themselves where they are fp32
-        adamw(
-            *([theirs[0]], [grad], [wide[0]], [wide[1]], [], [torch_step]),
-            **{"fused": True, "grad_scale": one, "found_inf": zero, "amsgrad": False, "maximize": False},
-            **{"beta1": 0.9, "beta2": 0.95, "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8},
-        )
+        options: dict[str, Any] = {"fused": True, "grad_scale": one, "found_inf": zero, "amsgrad": False}
+        options |= {"beta1": 0.9, "beta2": 0.95, "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
+        adamw([theirs[0]], [grad], [wide[0]], [wide[1]], [], [torch_step], **options)
         if moments != torch.float32:
             store_moments((theirs[1], theirs[2]), wide, keys, torch_step, 0)
         weights[1].copy_(theirs[0])
@@ -681,13 +684,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def check(only: str, gpu: bool) -> int:
     """How many kernels of ours differ from their twins at tiny shapes; says each."""
-    wrong = 0
+    wrong, within = 0, dict[str, Any]({"rtol": 2e-2, "atol": 2e-2} if gpu else {})
     for case in itertools.chain.from_iterable(cases(shape, gpu) for shape in TINY):
         if only not in case.kernel or not case.ours or case.twin is None:
             continue
         got, want = comparable(case.run()), comparable(case.twin())
         try:
-            torch.testing.assert_close(got, want, **({"rtol": 2e-2, "atol": 2e-2} if gpu else {}))
+            torch.testing.assert_close(got, want, **within)
         except AssertionError as error:
             wrong += 1
             print(f"DIFFERS: {case.kernel} at {case.shape}: {error}")
