@@ -25,6 +25,7 @@ from pithtrain.build import Engine, build, device_type
 from pithtrain.errors import PithtrainError
 from pithtrain.models.contract import Layer
 from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.ops.parts import Part
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, load
 from pithtrain.tape import Labels, Stage, Stats, backward, forward, new_stats, run_backward, run_forward, run_now
@@ -55,39 +56,42 @@ def main() -> None:
     print(align([["layer", "forward", "1 - cos", "dgrad", "wgrad", "worst", "of"], *rows]))
 
 
-def batch(spec: RunSpec, engine: Engine, seed: int) -> MicroBatch:
-    training, device = spec.training, engine.world.device
-    shape = (training.micro_batch_size, training.sequence_length + 1)
+def draw(spec: RunSpec, part: Part, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [B, S]."""
+    device, shape = part.positions_BS.device, (spec.training.micro_batch_size, spec.training.sequence_length + 1)
     generator = torch.Generator(device).manual_seed(seed)
     drawn = torch.randint(spec.model.config.vocab_size, shape, device=device, generator=generator)
-    return MicroBatch(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def measure(spec: RunSpec, engine: Engine, steps: int) -> list[list[str]]:
+    count, training = spec.num_micro_batches, spec.training
+    part = Part(training.micro_batch_size, training.sequence_length, engine.world.device)  # streams, no documents
     for step in range(steps):
-        batches = [batch(spec, engine, step * spec.num_micro_batches + i) for i in range(spec.num_micro_batches)]
+        batches = [MicroBatch(*draw(spec, part, step * count + i), part) for i in range(count)]
         train_step(engine, spec, batches, spec.optimizer.lr)
     engine.zero.wait_for_weights()
     engine.zero.begin_step(1000)  # no bucket fills: nothing is reduced
     stages = engine.pipeline._stages
     layers, head = (*stages[0].layers, *stages[1].layers), stages[1].head
     assert head is not None and stages[0].embedding is not None, "one rank holds all"
-    tokens = batch(spec, engine, -1)
-    inputs = [stages[0].embedding.data[tokens.tokens]]
+    tokens, targets = draw(spec, part, -1)
+    inputs = [stages[0].embedding.data[tokens]]
     use(engine, None)
     for layer in layers:
-        inputs.append(inputs[-1] + run(spec, engine, layer, inputs[-1], None)[0])
-    scale = torch.full((), 1 / tokens.labels.numel(), device=engine.world.device)
+        inputs.append(inputs[-1] + run(spec, engine, layer, part, inputs[-1], None)[0])
+    scale = torch.full((), 1 / targets.numel(), device=targets.device)
     last, stats = Stage((), None, head), statistics(spec, engine)
-    _, tape = run_forward(forward(last, inputs[-1], engine.pipeline._traffic, Labels(tokens.labels, scale), stats))
+    labels = Labels(targets, scale)
+    _, tape = run_forward(forward(last, inputs[-1], part, engine.pipeline._traffic, labels, stats))
     dh = run_backward(backward(last, tape, None), run_now)
     rows: list[list[str]] = []
     for layer, h in reversed(list(zip(layers, inputs, strict=False))):
         assert dh is not None
         use(engine, None)
-        want = run(spec, engine, layer, h, dh)
+        want = run(spec, engine, layer, part, h, dh)
         use(engine, spec)
-        found = run(spec, engine, layer, h, dh)
+        found = run(spec, engine, layer, part, h, dh)
         assert want[1] is not None and found[1] is not None
         wgrads = {name: apart(found[2][name], grad) for name, grad in want[2].items()}
         whole = [torch.cat([grads[name].flatten() for name in wgrads]) for grads in (found[2], want[2])]
@@ -111,13 +115,13 @@ def statistics(spec: RunSpec, engine: Engine) -> Stats:
     return new_stats(config.num_hidden_layers, config.num_experts, engine.world.device, dtype)
 
 
-def run(spec: RunSpec, engine: Engine, layer: Layer, h: Tensor, dh: Tensor | None) -> Ran:
+def run(spec: RunSpec, engine: Engine, layer: Layer, part: Part, h: Tensor, dh: Tensor | None) -> Ran:
     """One layer forward and, with `dh`, backward; without what the residual stream carries. Gradients of matrices."""
     own = {n: one for n, one in engine.zero.sharded.items() if one.info.layer == layer.index and one.info.trained}
     for one in own.values():
         one.weight.beta = 0
-    stage = Stage((layer,), None, None)
-    out, tape = run_forward(forward(stage, h, engine.pipeline._traffic, None, statistics(spec, engine)))
+    stage = Stage((layer,), None, None, tables=engine.pipeline._stages[0].tables)
+    out, tape = run_forward(forward(stage, h, part, engine.pipeline._traffic, None, statistics(spec, engine)))
     assert out is not None
     if dh is None:
         return out - h, None, {}

@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from throughput import align, answer, ask_clocks, machine, machine_text
@@ -49,6 +48,7 @@ from throughput import align, answer, ask_clocks, machine, machine_text
 if not torch.cuda.is_available():  # before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import triton
 from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
@@ -65,7 +65,15 @@ from pithtrain.ops.grouped import (
 from pithtrain.ops.kernels import Tiles
 from pithtrain.ops.linear import Linears
 from pithtrain.ops.parts import Part
-from pithtrain.ops.permute import Rows, SlotBias, Slots, plain_order_slots, plain_ordered_sum, plain_plan_rows
+from pithtrain.ops.permute import (
+    Rows,
+    SlotBias,
+    Slots,
+    gather_rows,
+    plain_order_slots,
+    plain_ordered_sum,
+    plain_plan_rows,
+)
 from pithtrain.ops.ring import Attention, Core
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
@@ -185,8 +193,8 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     yield from slot_cases(shape, slots, rand)
     if gpu:
         yield router_case(shape, rand)
-    yield from product_cases(shape, "gate_up", 2 * shape.width, shape.hidden, slots.ends_E, rand)
-    yield from product_cases(shape, "down", shape.hidden, shape.width, slots.ends_E, rand)
+    yield from product_cases(shape, "gate_up", 2 * shape.width, shape.hidden, slots, rand)
+    yield from product_cases(shape, "down", shape.hidden, shape.width, slots, rand)
     yield cross_entropy_case(shape, rand)
     yield merge_case(shape, rand)
     if shape.bias:
@@ -285,9 +293,10 @@ def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
     )
 
 
-def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: Rand) -> Iterator[Case]:
-    """Of the matrices [E, n, k]: forward and input gradient by torch, weight and bias gradient by us."""
-    rows, experts = shape.tokens * shape.slots, shape.experts
+def product_cases(shape: Shape, part: str, n: int, k: int, slots: Slots, rand: Rand) -> Iterator[Case]:
+    """Of the matrices [E, n, k]: forward and input gradient by torch, weight and bias gradient by us; these from
+    copies too, but in a step X of gate_up and dY of down are gathered."""
+    rows, experts, ends, row_R = shape.tokens * shape.slots, shape.experts, slots.ends_E, slots.row_R
     dy, x, matrices = rand(rows, n), rand(rows, k), rand(experts, n, k)
     about = (None, dy.nbytes + x.nbytes + matrices.nbytes, 2.0 * rows * n * k, False)
     if dy.is_cuda:
@@ -295,6 +304,10 @@ def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: R
         yield Case(f"grouped_mm {part} dgrad", shape.name, lambda: grouped_linear_dx(dy, matrices, ends), *about)
     mine, theirs = (torch.zeros(experts, n, k, device=dy.device) for _ in range(2))
     yield weight_grad(f"grouped_weight_grad {part}", shape.name, dy, x, mine, theirs, ends)
+    of_dy, of_x = (None, row_R) if part == "gate_up" else (row_R, None)
+    from_rows = dy if of_dy is None else rand(shape.tokens, n), x if of_x is None else rand(shape.tokens, k)
+    label = f"grouped_weight_grad {part}, {'x' if of_dy is None else 'dy'} gathered"
+    yield weight_grad(label, shape.name, *from_rows, mine, theirs, ends, of_dy, of_x)
     if shape.bias:
         my_sum, their_sum = (torch.zeros(experts, n, device=dy.device) for _ in range(2))
         yield Case(
@@ -304,6 +317,15 @@ def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: R
             lambda: (plain_grouped_sum(their_sum, 1, dy, None, ends), their_sum)[1],
             dy.nbytes + 2 * my_sum.nbytes,
         )
+        if of_dy is not None:
+            sent = from_rows[0]
+            yield Case(
+                f"grouped_sum {part}, gathered",
+                shape.name,
+                lambda: (kernels.add_grouped_sum(my_sum, 1, sent, None, ends, of_dy), my_sum)[1],
+                lambda: (kernels.add_grouped_sum(their_sum, 1, gather_rows(sent, of_dy), None, ends), their_sum)[1],
+                sent.nbytes + of_dy.nbytes + 2 * my_sum.nbytes,
+            )
 
 
 def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
@@ -320,35 +342,39 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
         yield Case(
             f"fp8 rows {recipe}",
             shape.name,
-            lambda group=group: fp8_kernels.quantize_rows(gate_up, group)[0],
+            lambda group=group: fp8_kernels.quantize_rows(gate_up, group),
             lambda group=group: fp8.quantize_rows(gate_up, group),
             1.5 * gate_up.nbytes,
         )
         yield Case(
             f"fp8 gather {recipe}",
             shape.name,
-            lambda group=group: fp8_kernels.quantize_rows(tokens, group, row_R, True),
-            lambda group=group: (fp8.quantize_rows(tokens[row_R], group), tokens[row_R]),
-            tokens.nbytes + 3 * rows * shape.hidden,
+            lambda group=group: fp8_kernels.quantize_rows(tokens, group, row_R),
+            lambda group=group: fp8.quantize_rows(tokens[row_R], group),
+            tokens.nbytes + rows * shape.hidden,
         )
+
+        def plain(recipe: Recipe = recipe) -> tuple[Any, ...]:
+            return fp8.plain_quantize_weight(matrices, recipe)[1:]
+
         yield Case(
             f"fp8 weight {recipe}",
             shape.name,
             lambda group=group: fp8_kernels.quantize_weight(matrices, group),
-            lambda recipe=recipe: fp8.plain_quantize_weight(matrices, recipe)[1:],
+            plain,
             2 * matrices.nbytes,
         )
         yield Case(
             f"fp8 glu {recipe}",
             shape.name,
             lambda group=group: fp8_kernels.glu(gate_up, weight, *options, group),
-            lambda group=group: fp8_kernels.quantize_rows(kernels.glu(gate_up, weight, *options), group)[0],
+            lambda group=group: fp8_kernels.quantize_rows(kernels.glu(gate_up, weight, *options), group),
             2.5 * da.nbytes,
         )
 
         def both(group: int = group) -> tuple[Any, ...]:
             found = kernels.glu_backward(da, gate_up, weight, *options)
-            return *found, fp8_kernels.quantize_rows(found[0], group)[0]
+            return *found, fp8_kernels.quantize_rows(found[0], group)
 
         yield Case(
             f"fp8 glu_backward {recipe}",
@@ -376,7 +402,7 @@ def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -
         if experts:
 
             def forward(x: Tensor = x, eight: Any = eight, gathered: bool = part == "gate_up") -> Tensor:
-                q = fp8.gather(tokens, row_R, recipe, False)[0] if gathered else fp8.quantize(x, recipe)
+                q = fp8.gather(tokens, row_R, recipe) if gathered else fp8.quantize(x, recipe)
                 return fp8.grouped_product(q, eight.forward, ends, recipe)
 
             def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:
@@ -451,23 +477,38 @@ def sinks_cases(shape: Shape, rand: Rand) -> Iterator[Case]:
 
 
 def weight_grad(
-    kernel: str, shape: str, dy: Tensor, x: Tensor, ours: Tensor, theirs: Tensor, ends: Tensor, *tiles: Tiles
+    kernel: str,
+    shape: str,
+    dy: Tensor,
+    x: Tensor,
+    ours: Tensor,
+    theirs: Tensor,
+    ends: Tensor,
+    dy_row: Tensor | None = None,
+    x_row: Tensor | None = None,
+    tiles: Tiles = kernels.WEIGHT_GRAD_TILES,
 ) -> Case:
-    """`theirs` is the twin's sum."""
+    """`theirs` is the twin's sum. Where an operand is gathered the twin is the gather and the same kernel."""
+    gathers = dy_row is not None or x_row is not None
 
     def plain() -> Tensor:
-        if dy.is_cuda:
-            return theirs.add_(F.grouped_mm(dy.t(), x, offs=ends))
-        plain_grouped_weight_grad(theirs, 1, dy, x, ends)
+        copies = dy if dy_row is None else gather_rows(dy, dy_row), x if x_row is None else gather_rows(x, x_row)
+        if gathers:
+            kernels.add_grouped_weight_grad(theirs, 1, *copies, ends)
+        elif dy.is_cuda:
+            theirs.add_(F.grouped_mm(dy.t(), x, offs=ends))
+        else:
+            plain_grouped_weight_grad(theirs, 1, *copies, ends)
         return theirs
 
-    rows, n, k = len(dy), dy.shape[1], x.shape[1]
+    n, k, indices = dy.shape[1], x.shape[1], [row for row in (dy_row, x_row) if row is not None]
+    rows = len(dy if dy_row is None else dy_row)
     return Case(
         kernel,
         shape,
-        lambda: (kernels.add_grouped_weight_grad(ours, 1, dy, x, ends, *tiles), ours)[1],
+        lambda: (kernels.add_grouped_weight_grad(ours, 1, dy, x, ends, dy_row, x_row, tiles), ours)[1],
         plain,
-        dy.element_size() * rows * (n + k) + 8 * ours.numel(),
+        dy.nbytes + x.nbytes + sum(row.nbytes for row in indices) + 8 * ours.numel(),
         2.0 * rows * n * k,
     )
 
@@ -485,16 +526,15 @@ def adamw_case(size: int, shape: str, dtype: torch.dtype, moments: torch.dtype, 
     torch_step = zero.clone()  # torch counts before it updates
 
     def run() -> list[Tensor]:
-        kernels.adamw(*mine, grad, weights[0], step, one, zero, 1e-3, (0.9, 0.95), 1e-8, 0.1, keys)
+        p, m, v = mine
+        kernels.adamw(p, m, v, grad, weights[0], step, one, zero, 1e-3, (0.9, 0.95), 1e-8, 0.1, keys)
         return [*mine, weights[0]]
 
     def twin() -> list[Tensor]:
         wide = theirs[1].float(), theirs[2].float()  # themselves where they are fp32
-        adamw(
-            *([theirs[0]], [grad], [wide[0]], [wide[1]], [], [torch_step]),
-            **{"fused": True, "grad_scale": one, "found_inf": zero, "amsgrad": False, "maximize": False},
-            **{"beta1": 0.9, "beta2": 0.95, "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8},
-        )
+        options: dict[str, Any] = {"fused": True, "grad_scale": one, "found_inf": zero, "amsgrad": False}
+        options |= {"beta1": 0.9, "beta2": 0.95, "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
+        adamw([theirs[0]], [grad], [wide[0]], [wide[1]], [], [torch_step], **options)
         if moments != torch.float32:
             store_moments((theirs[1], theirs[2]), wide, keys, torch_step, 0)
         weights[1].copy_(theirs[0])
@@ -644,13 +684,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def check(only: str, gpu: bool) -> int:
     """How many kernels of ours differ from their twins at tiny shapes; says each."""
-    wrong = 0
+    wrong, within = 0, dict[str, Any]({"rtol": 2e-2, "atol": 2e-2} if gpu else {})
     for case in itertools.chain.from_iterable(cases(shape, gpu) for shape in TINY):
         if only not in case.kernel or not case.ours or case.twin is None:
             continue
         got, want = comparable(case.run()), comparable(case.twin())
         try:
-            torch.testing.assert_close(got, want, **({"rtol": 2e-2, "atol": 2e-2} if gpu else {}))
+            torch.testing.assert_close(got, want, **within)
         except AssertionError as error:
             wrong += 1
             print(f"DIFFERS: {case.kernel} at {case.shape}: {error}")
@@ -670,11 +710,11 @@ def comparable(found: Any) -> Any:
 
 
 def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
-    """Every candidate at every product, the best three and the present setting told; compiled beforehand by several
-    processes, through Triton's cache on the disk."""
+    """Every candidate at every product as a step calls it, gathering; the best three and the present setting told.
+    Compiled beforehand by several processes, through Triton's cache on the disk."""
     products = [(s, part, n, k) for s in shapes for part, n, k in products_of(s)]
     if torch.cuda.is_available():
-        wanted = [(n, k, tiles) for *_, n, k in products for tiles in CANDIDATES]
+        wanted = [(part, n, k, tiles) for _, part, n, k in products for tiles in CANDIDATES]
         workers = min(12, os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             list(pool.map(compile_weight_grad, *zip(*wanted, strict=True), chunksize=2))
@@ -684,12 +724,14 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
     for shape, part, n, k in products:
         rows = shape.tokens * shape.slots
         ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-        ends = plain_order_slots(ids, ids, shape.experts, rows).ends_E
-        dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (n, k))
+        slots = plain_order_slots(ids, ids, shape.experts, rows)
+        dy_row, x_row = indices = (None, slots.row_R) if part == "gate_up" else (slots.row_R, None)
+        dy = torch.randn(rows if dy_row is None else shape.tokens, n, dtype=dtype, device=device)
+        x = torch.randn(rows if x_row is None else shape.tokens, k, dtype=dtype, device=device)
         main = torch.zeros(shape.experts, n, k, device=device)
         timed: list[tuple[float, Tiles]] = []
         for tiles in CANDIDATES:
-            case = weight_grad("", "", dy, x, main, main, ends, tiles)
+            case = weight_grad("", "", dy, x, main, main, slots.ends_E, *indices, tiles)
             try:
                 ms = milliseconds(case.run, 7)
             except Exception as error:  # too much shared memory, say
@@ -742,12 +784,14 @@ def products_of(shape: Shape) -> tuple[tuple[str, int, int], ...]:
     return ("gate_up", 2 * shape.width, shape.hidden), ("down", shape.hidden, shape.width)
 
 
-def compile_weight_grad(n: int, k: int, tiles: Tiles) -> None:
+def compile_weight_grad(part: str, n: int, k: int, tiles: Tiles) -> None:
     """As `kernels.add_grouped_weight_grad` will ask for it; what fails here fails there again and is told there."""
-    types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.int32)
+    indices = (None, torch.int64) if part == "gate_up" else (torch.int64, None)
+    types = (torch.bfloat16, torch.bfloat16, *indices, torch.float32, torch.int32)
     blocks = (n, k, kernels._block(n, tiles.n), kernels._block(k, tiles.k), tiles.rows, tiles.group, 1)
+    options = {"num_warps": tiles.warps, "num_stages": 2 * tiles.stages - 1}
     with contextlib.suppress(triton.OutOfResources):
-        kernels._grouped_weight_grad.warmup(*types, *blocks, grid=(1,), num_warps=tiles.warps, num_stages=tiles.stages)
+        kernels._grouped_weight_grad.warmup(*types, *blocks, grid=(1,), **options)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from pithtrain import pipeline
 from pithtrain.build import build, device_type
@@ -153,7 +153,7 @@ def measure_here(spec: RunSpec, steps: int, profiled: bool, overlapped: bool) ->
     with tempfile.TemporaryDirectory() as name:
         seat = {"RANK": "0", "WORLD_SIZE": str(spec.world_size), **os.environ}
         os.environ.update(prepare_environment(seat))
-        mp.spawn(one_rank, (spec.model_dump(mode="json"), name, steps, profiled, overlapped), spec.world_size)
+        spawn(one_rank, (spec.model_dump(mode="json"), name, steps, profiled, overlapped), spec.world_size)
         return json.loads((Path(name) / "row.json").read_text())
 
 
@@ -316,7 +316,7 @@ def profile(step: Callable[[], object], world: World) -> dict[str, Any]:
             step()
         drain(world)
     found = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    cuda = torch.autograd.DeviceType.CUDA
+    cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
     events = [
         Event(e.name(), e.device_type() == cuda, e.start_ns(), e.duration_ns(), e.device_resource_id())
         for e in found

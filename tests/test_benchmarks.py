@@ -298,6 +298,25 @@ def test_the_kernel_bench_wants_a_gpu(
     assert "--check" in capsys.readouterr().err
 
 
+# ---- 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_8_bits_is_told_for_each_layer(
+    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some percent of a layer's forward, input gradient and weight gradients; a direction within 1 %."""
+    bench = importlib.import_module("fp8_error")
+    words = ["configs/tiny.yaml", "--steps", 1, *(word for text in ALONE for word in ("--set", text))]
+    monkeypatch.setattr(sys, "argv", ["fp8_error", *map(str, words)])
+    bench.main()
+    title, *lines = capsys.readouterr().out.splitlines()[3:]
+    rows = [line.split() for line in lines]
+    assert title.split()[0] == "layer" and [row[0] for row in rows] == ["0", "1"]
+    for _, ahead, turned, back, weights, worst, _ in rows:
+        assert all(0.01 < float(figure) < 0.3 for figure in (ahead, back, weights, worst))
+        assert float(worst) >= float(weights) and 1e-5 < float(turned) < 1e-2
+
+
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 

@@ -130,18 +130,17 @@ def quantize(x_RK: Tensor, recipe: Recipe) -> Fp8:
     if _on_gpu(x_RK, x_RK.dtype) and not torch.compiler.is_compiling():
         from pithtrain.ops import fp8_kernels
 
-        return fp8_kernels.quantize_rows(x_RK, GROUP[recipe])[0]
+        return fp8_kernels.quantize_rows(x_RK, GROUP[recipe])
     return quantize_rows(x_RK, GROUP[recipe])
 
 
-def gather(rows_UK: Tensor, row_R: Tensor, recipe: Recipe, keep: bool) -> tuple[Fp8, Tensor | None]:
-    """rows[row] quantised, and with `keep` as they are too: one pass on CUDA."""
+def gather(rows_UK: Tensor, row_R: Tensor, recipe: Recipe) -> Fp8:
+    """rows[row] quantised: one pass on CUDA."""
     if _on_gpu(rows_UK, rows_UK.dtype):
         from pithtrain.ops import fp8_kernels
 
-        return fp8_kernels.quantize_rows(rows_UK, GROUP[recipe], row_R, keep)
-    x_RK = rows_UK[row_R]
-    return quantize_rows(x_RK, GROUP[recipe]), x_RK if keep else None
+        return fp8_kernels.quantize_rows(rows_UK, GROUP[recipe], row_R)
+    return quantize_rows(rows_UK[row_R], GROUP[recipe])
 
 
 def quantize_weight(w: Tensor, recipe: Recipe) -> Fp8Weight:

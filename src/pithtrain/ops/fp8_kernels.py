@@ -77,24 +77,17 @@ def _quantize_rows(
     row,
     out,
     scale,
-    copy,
     rows,
     W: constexpr,
     GROUP: constexpr,
-    GATHER: constexpr,
-    COPY: constexpr,
     R: constexpr,
     BLOCK: constexpr,
 ):
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     cols = tl.arange(0, BLOCK)
     keep = (r < rows)[:, None] & (cols < W)[None, :]
-    source = r
-    if GATHER:
-        source = tl.load(row + r, mask=r < rows, other=0)
+    source = r if row is None else tl.load(row + r, mask=r < rows, other=0)
     values = tl.load(x + source[:, None] * W + cols[None, :], mask=keep, other=0.0)
-    if COPY:
-        tl.store(copy + r[:, None] * W + cols[None, :], values, mask=keep)
     _store(values.to(tl.float32), r, rows, 0, out, scale, W, W, GROUP, R, BLOCK)
 
 
@@ -104,22 +97,19 @@ def _empty(like: Tensor, rows: int, width: int, group: int) -> Fp8:
     return Fp8(torch.empty(rows, width, dtype=E4M3, device=like.device), scale, like.dtype)
 
 
-def quantize_rows(
-    x_UW: Tensor, group: int, row_R: Tensor | None = None, keep: bool = False
-) -> tuple[Fp8, Tensor | None]:
-    """`fp8.quantize_rows` of x, or of x[row]; with `keep` the values come along. A program per 4,096 of them."""
+def quantize_rows(x_UW: Tensor, group: int, row_R: Tensor | None = None) -> Fp8:
+    """`fp8.quantize_rows` of x, or of x[row]. A program per 4,096 values."""
     x_UW, width = x_UW.contiguous(), x_UW.shape[1]
     rows = len(x_UW if row_R is None else row_R)
-    out, copy = _empty(x_UW, rows, width, group), x_UW.new_empty(rows, width) if keep else None
+    out = _empty(x_UW, rows, width, group)
     block = max(triton.next_power_of_2(width), group)
     at_once = max(1, 4096 // block)
     if rows:
         _quantize_rows[(triton.cdiv(rows, at_once),)](
-            *(x_UW, row_R, out.data, out.scale, copy, rows),
-            *(width, group or block, row_R is not None, keep, at_once, block),
+            *(x_UW, row_R, out.data, out.scale, rows, width, group or block, at_once, block),
             num_warps=min(32, max(4, block // 512)),
         )
-    return out, copy
+    return out
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -311,7 +301,7 @@ def quantize_weight(w: Tensor, group: int) -> tuple[Fp8, Fp8]:
         scale, turned_scale = (torch.ones(*tail, *size, device=w.device) for size in ((nb, k4), (kb, n4)))
         _quantize_blocks[(matrices * nb * kb,)](w, data, scale, turned, turned_scale, n, k, n4, k4, 128, num_warps=8)
         return Fp8(data, scale, w.dtype), Fp8(turned, turned_scale, w.dtype)
-    forward, _ = quantize_rows(w.view(-1, k), 0)
+    forward = quantize_rows(w.view(-1, k), 0)
     turned_scale = torch.empty(*tail, k, 1, device=w.device)
     _quantize_columns[(matrices * triton.cdiv(k, 32),)](w, turned, turned_scale, n, k, _block(n, 128), 32)
     scale = forward.scale.view(*tail, n, 1)

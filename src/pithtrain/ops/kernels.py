@@ -278,6 +278,8 @@ def cross_entropy(
 def _grouped_weight_grad(
     dy,
     x,
+    dy_row,
+    x_row,
     main,
     ends,
     N: constexpr,
@@ -306,8 +308,10 @@ def _grouped_weight_grad(
         for r in range(begin, end, BR):
             rows = (r + tl.arange(0, BR)).to(tl.int64)
             keep = rows < end
-            a = tl.load(dy + rows[:, None] * N + ns[None, :], mask=keep[:, None] & (ns < N)[None, :], other=0.0)
-            b = tl.load(x + rows[:, None] * K + ks[None, :], mask=keep[:, None] & (ks < K)[None, :], other=0.0)
+            of_dy = rows if dy_row is None else tl.load(dy_row + rows, mask=keep, other=0)
+            of_x = rows if x_row is None else tl.load(x_row + rows, mask=keep, other=0)
+            a = tl.load(dy + of_dy[:, None] * N + ns[None, :], mask=keep[:, None] & (ns < N)[None, :], other=0.0)
+            b = tl.load(x + of_x[:, None] * K + ks[None, :], mask=keep[:, None] & (ks < K)[None, :], other=0.0)
             total = tl.dot(tl.trans(a), b, total)
         at = main + e.to(tl.int64) * N * K + ns[:, None] * K + ks[None, :]
         keep = (ns < N)[:, None] & (ks < K)[None, :]
@@ -317,7 +321,8 @@ def _grouped_weight_grad(
 
 
 class Tiles(NamedTuple):
-    """A program's part of a weight gradient: [n, k] of main, `rows` at a time; `group` tiles of N run side by side."""
+    """A program's part of a weight gradient: [n, k] of main, `rows` at a time and `stages` loads of them in flight;
+    `group` tiles of N run side by side."""
 
     n: int = 128
     k: int = 128
@@ -331,23 +336,30 @@ WEIGHT_GRAD_TILES = Tiles()  # `benchmarks/kernels.py --tune` measures others
 
 
 def add_grouped_weight_grad(
-    main_ENK: Tensor, beta: int, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor, tiles: Tiles = WEIGHT_GRAD_TILES
+    main_ENK: Tensor,
+    beta: int,
+    dy: Tensor,
+    x: Tensor,
+    ends_E: Tensor,
+    dy_row: Tensor | None = None,
+    x_row: Tensor | None = None,
+    tiles: Tiles = WEIGHT_GRAD_TILES,
 ) -> None:
-    """main[e] = beta main[e] + dy_e^T x_e: fp32 over all rows of an expert, one addition to main."""
+    """main[e] = beta main[e] + dy_e^T x_e: fp32 over all rows of an expert, one addition to main. With a row index [R],
+    int64, an operand's rows are read from where they lie; Triton gives half of the stages to the index before them."""
     experts, n, k = main_ENK.shape
     bn, bk = _block(n, tiles.n), _block(k, tiles.k)
     grid = (experts * triton.cdiv(n, bn) * triton.cdiv(k, bk),)
     _grouped_weight_grad[grid](
-        *(dy_RN.contiguous(), x_RK.contiguous(), main_ENK, ends_E, n, k, bn, bk, tiles.rows, tiles.group, beta),
+        *(dy.contiguous(), x.contiguous(), dy_row, x_row, main_ENK, ends_E),
+        *(n, k, bn, bk, tiles.rows, tiles.group, beta),
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_stages=tiles.stages if dy_row is None and x_row is None else 2 * tiles.stages - 1,
     )
 
 
 @triton.jit
-def _grouped_sum(
-    rows, weight, main, ends, N: constexpr, BN: constexpr, BR: constexpr, WEIGHT: constexpr, BETA: constexpr
-):
+def _grouped_sum(values, row, weight, main, ends, N: constexpr, BN: constexpr, BR: constexpr, BETA: constexpr):
     e = tl.program_id(0).to(tl.int64)
     ns = tl.program_id(1) * BN + tl.arange(0, BN)
     begin = tl.load(ends + e - 1, mask=e > 0, other=0)
@@ -356,8 +368,9 @@ def _grouped_sum(
     for r in range(begin, end, BR):
         at = (r + tl.arange(0, BR)).to(tl.int64)
         keep = (at < end)[:, None] & (ns < N)[None, :]
-        term = tl.load(rows + at[:, None] * N + ns[None, :], mask=keep, other=0.0).to(tl.float32)
-        if WEIGHT:
+        of = at if row is None else tl.load(row + at, mask=at < end, other=0)
+        term = tl.load(values + of[:, None] * N + ns[None, :], mask=keep, other=0.0).to(tl.float32)
+        if weight is not None:
             term *= tl.load(weight + at, mask=at < end, other=0.0)[:, None]
         total += term
     here = main + e * N + ns
@@ -367,12 +380,14 @@ def _grouped_sum(
     tl.store(here, summed, mask=ns < N)
 
 
-def add_grouped_sum(main_EN: Tensor, beta: int, rows_RN: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> None:
+def add_grouped_sum(
+    main_EN: Tensor, beta: int, values: Tensor, weight_R: Tensor | None, ends_E: Tensor, row_R: Tensor | None = None
+) -> None:
     """main[e] = beta main[e] + the (weighted) sum of expert e's rows. A program per expert and 64 columns."""
     experts, n = main_EN.shape
     block = _block(n, 64)
     _grouped_sum[(experts, triton.cdiv(n, block))](
-        rows_RN.contiguous(), weight_R, main_EN, ends_E, n, block, 32, weight_R is not None, beta
+        values.contiguous(), row_R, weight_R, main_EN, ends_E, n, block, 32, beta
     )
 
 
