@@ -35,12 +35,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from throughput import align, answer, ask_clocks, machine, machine_text
@@ -48,7 +50,6 @@ from throughput import align, answer, ask_clocks, machine, machine_text
 if not torch.cuda.is_available():  # before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import triton
 from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
@@ -65,15 +66,7 @@ from pithtrain.ops.grouped import (
 from pithtrain.ops.kernels import Tiles
 from pithtrain.ops.linear import Linears
 from pithtrain.ops.parts import Part
-from pithtrain.ops.permute import (
-    Rows,
-    SlotBias,
-    Slots,
-    gather_rows,
-    plain_order_slots,
-    plain_ordered_sum,
-    plain_plan_rows,
-)
+from pithtrain.ops.permute import Rows, SlotBias, Slots, plain_order_slots, plain_ordered_sum, plain_plan_rows
 from pithtrain.ops.ring import Attention, Core
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.swiglu import SILU, Glu, biased, weighted_swiglu, weighted_swiglu_backward
@@ -193,8 +186,8 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     yield from slot_cases(shape, slots, rand)
     if gpu:
         yield router_case(shape, rand)
-    yield from product_cases(shape, "gate_up", 2 * shape.width, shape.hidden, slots, rand)
-    yield from product_cases(shape, "down", shape.hidden, shape.width, slots, rand)
+    yield from product_cases(shape, "gate_up", 2 * shape.width, shape.hidden, slots.ends_E, rand)
+    yield from product_cases(shape, "down", shape.hidden, shape.width, slots.ends_E, rand)
     yield cross_entropy_case(shape, rand)
     yield merge_case(shape, rand)
     if shape.bias:
@@ -293,10 +286,9 @@ def slot_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
     )
 
 
-def product_cases(shape: Shape, part: str, n: int, k: int, slots: Slots, rand: Rand) -> Iterator[Case]:
-    """Of the matrices [E, n, k]: forward and input gradient by torch, weight and bias gradient by us; these from
-    copies too, but in a step X of gate_up and dY of down are gathered."""
-    rows, experts, ends, row_R = shape.tokens * shape.slots, shape.experts, slots.ends_E, slots.row_R
+def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: Rand) -> Iterator[Case]:
+    """Of the matrices [E, n, k]: forward and input gradient by torch, weight and bias gradient by us."""
+    rows, experts = shape.tokens * shape.slots, shape.experts
     dy, x, matrices = rand(rows, n), rand(rows, k), rand(experts, n, k)
     about = (None, dy.nbytes + x.nbytes + matrices.nbytes, 2.0 * rows * n * k, False)
     if dy.is_cuda:
@@ -304,10 +296,6 @@ def product_cases(shape: Shape, part: str, n: int, k: int, slots: Slots, rand: R
         yield Case(f"grouped_mm {part} dgrad", shape.name, lambda: grouped_linear_dx(dy, matrices, ends), *about)
     mine, theirs = (torch.zeros(experts, n, k, device=dy.device) for _ in range(2))
     yield weight_grad(f"grouped_weight_grad {part}", shape.name, dy, x, mine, theirs, ends)
-    of_dy, of_x = (None, row_R) if part == "gate_up" else (row_R, None)
-    from_rows = dy if of_dy is None else rand(shape.tokens, n), x if of_x is None else rand(shape.tokens, k)
-    label = f"grouped_weight_grad {part}, {'x' if of_dy is None else 'dy'} gathered"
-    yield weight_grad(label, shape.name, *from_rows, mine, theirs, ends, of_dy, of_x)
     if shape.bias:
         my_sum, their_sum = (torch.zeros(experts, n, device=dy.device) for _ in range(2))
         yield Case(
@@ -317,15 +305,6 @@ def product_cases(shape: Shape, part: str, n: int, k: int, slots: Slots, rand: R
             lambda: (plain_grouped_sum(their_sum, 1, dy, None, ends), their_sum)[1],
             dy.nbytes + 2 * my_sum.nbytes,
         )
-        if of_dy is not None:
-            sent = from_rows[0]
-            yield Case(
-                f"grouped_sum {part}, gathered",
-                shape.name,
-                lambda: (kernels.add_grouped_sum(my_sum, 1, sent, None, ends, of_dy), my_sum)[1],
-                lambda: (kernels.add_grouped_sum(their_sum, 1, gather_rows(sent, of_dy), None, ends), their_sum)[1],
-                sent.nbytes + of_dy.nbytes + 2 * my_sum.nbytes,
-            )
 
 
 def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
@@ -335,7 +314,8 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
     matrices, weight = rand(shape.experts, 2 * width, shape.hidden), rand(rows, dtype=torch.float32).sigmoid()
     bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None
     options = (glu.alpha, glu.limit, glu.offset, bias, slots.expert_R)
-    for recipe in ("blockwise", "rowwise"):
+    recipes: tuple[Recipe, ...] = "blockwise", "rowwise"
+    for recipe in recipes:
         group = GROUP[recipe]
         if group and (width % group or shape.hidden % group):
             continue
@@ -349,9 +329,9 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
         yield Case(
             f"fp8 gather {recipe}",
             shape.name,
-            lambda group=group: fp8_kernels.quantize_rows(tokens, group, row_R),
+            partial(fp8.gather, tokens, row_R, recipe),
             lambda group=group: fp8.quantize_rows(tokens[row_R], group),
-            tokens.nbytes + rows * shape.hidden,
+            2 * tokens.nbytes + rows * shape.hidden,
         )
 
         def plain(recipe: Recipe = recipe) -> tuple[Any, ...]:
@@ -477,38 +457,23 @@ def sinks_cases(shape: Shape, rand: Rand) -> Iterator[Case]:
 
 
 def weight_grad(
-    kernel: str,
-    shape: str,
-    dy: Tensor,
-    x: Tensor,
-    ours: Tensor,
-    theirs: Tensor,
-    ends: Tensor,
-    dy_row: Tensor | None = None,
-    x_row: Tensor | None = None,
-    tiles: Tiles = kernels.WEIGHT_GRAD_TILES,
+    kernel: str, shape: str, dy: Tensor, x: Tensor, ours: Tensor, theirs: Tensor, ends: Tensor, *tiles: Tiles
 ) -> Case:
-    """`theirs` is the twin's sum. Where an operand is gathered the twin is the gather and the same kernel."""
-    gathers = dy_row is not None or x_row is not None
+    """`theirs` is the twin's sum."""
 
     def plain() -> Tensor:
-        copies = dy if dy_row is None else gather_rows(dy, dy_row), x if x_row is None else gather_rows(x, x_row)
-        if gathers:
-            kernels.add_grouped_weight_grad(theirs, 1, *copies, ends)
-        elif dy.is_cuda:
-            theirs.add_(F.grouped_mm(dy.t(), x, offs=ends))
-        else:
-            plain_grouped_weight_grad(theirs, 1, *copies, ends)
+        if dy.is_cuda:
+            return theirs.add_(F.grouped_mm(dy.t(), x, offs=ends))
+        plain_grouped_weight_grad(theirs, 1, dy, x, ends)
         return theirs
 
-    n, k, indices = dy.shape[1], x.shape[1], [row for row in (dy_row, x_row) if row is not None]
-    rows = len(dy if dy_row is None else dy_row)
+    rows, n, k = len(dy), dy.shape[1], x.shape[1]
     return Case(
         kernel,
         shape,
-        lambda: (kernels.add_grouped_weight_grad(ours, 1, dy, x, ends, dy_row, x_row, tiles), ours)[1],
+        lambda: (kernels.add_grouped_weight_grad(ours, 1, dy, x, ends, *tiles), ours)[1],
         plain,
-        dy.nbytes + x.nbytes + sum(row.nbytes for row in indices) + 8 * ours.numel(),
+        dy.element_size() * rows * (n + k) + 8 * ours.numel(),
         2.0 * rows * n * k,
     )
 
@@ -710,11 +675,11 @@ def comparable(found: Any) -> Any:
 
 
 def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
-    """Every candidate at every product as a step calls it, gathering; the best three and the present setting told.
-    Compiled beforehand by several processes, through Triton's cache on the disk."""
+    """Every candidate at every product, the best three and the present setting told; compiled beforehand by several
+    processes, through Triton's cache on the disk."""
     products = [(s, part, n, k) for s in shapes for part, n, k in products_of(s)]
     if torch.cuda.is_available():
-        wanted = [(part, n, k, tiles) for _, part, n, k in products for tiles in CANDIDATES]
+        wanted = [(n, k, tiles) for *_, n, k in products for tiles in CANDIDATES]
         workers = min(12, os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             list(pool.map(compile_weight_grad, *zip(*wanted, strict=True), chunksize=2))
@@ -724,14 +689,12 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
     for shape, part, n, k in products:
         rows = shape.tokens * shape.slots
         ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-        slots = plain_order_slots(ids, ids, shape.experts, rows)
-        dy_row, x_row = indices = (None, slots.row_R) if part == "gate_up" else (slots.row_R, None)
-        dy = torch.randn(rows if dy_row is None else shape.tokens, n, dtype=dtype, device=device)
-        x = torch.randn(rows if x_row is None else shape.tokens, k, dtype=dtype, device=device)
+        ends = plain_order_slots(ids, ids, shape.experts, rows).ends_E
+        dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (n, k))
         main = torch.zeros(shape.experts, n, k, device=device)
         timed: list[tuple[float, Tiles]] = []
         for tiles in CANDIDATES:
-            case = weight_grad("", "", dy, x, main, main, slots.ends_E, *indices, tiles)
+            case = weight_grad("", "", dy, x, main, main, ends, tiles)
             try:
                 ms = milliseconds(case.run, 7)
             except Exception as error:  # too much shared memory, say
@@ -784,14 +747,12 @@ def products_of(shape: Shape) -> tuple[tuple[str, int, int], ...]:
     return ("gate_up", 2 * shape.width, shape.hidden), ("down", shape.hidden, shape.width)
 
 
-def compile_weight_grad(part: str, n: int, k: int, tiles: Tiles) -> None:
+def compile_weight_grad(n: int, k: int, tiles: Tiles) -> None:
     """As `kernels.add_grouped_weight_grad` will ask for it; what fails here fails there again and is told there."""
-    indices = (None, torch.int64) if part == "gate_up" else (torch.int64, None)
-    types = (torch.bfloat16, torch.bfloat16, *indices, torch.float32, torch.int32)
+    types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.int32)
     blocks = (n, k, kernels._block(n, tiles.n), kernels._block(k, tiles.k), tiles.rows, tiles.group, 1)
-    options = {"num_warps": tiles.warps, "num_stages": 2 * tiles.stages - 1}
     with contextlib.suppress(triton.OutOfResources):
-        kernels._grouped_weight_grad.warmup(*types, *blocks, grid=(1,), **options)
+        kernels._grouped_weight_grad.warmup(*types, *blocks, grid=(1,), num_warps=tiles.warps, num_stages=tiles.stages)
 
 
 if __name__ == "__main__":

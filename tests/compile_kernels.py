@@ -82,9 +82,7 @@ def main() -> None:
     for z_coef in (0.0, 1e-4):
         kernels.cross_entropy(torch.zeros(rows, 50_000), expert, weight[0], BF16, z_coef)
     for beta in (0, 1):
-        for rows_of in ((None, None), (expert, None), (None, expert)):
-            main, act = torch.zeros(experts, hidden, width), gate_up[:, :width]
-            kernels.add_grouped_weight_grad(main, beta, slots, act, ends, *rows_of)
+        kernels.add_grouped_weight_grad(torch.zeros(experts, hidden, width), beta, slots, gate_up[:, :width], ends)
         for own, row in ((None, None), (weight, None), (weight, expert)):
             kernels.add_grouped_sum(torch.zeros(experts, hidden), beta, slots, own, ends, row)
     for moments in (FP32, BF16):
@@ -104,7 +102,7 @@ def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
     matrices = torch.zeros(experts, 256, hidden, dtype=BF16)
     for group in (0, 128, 32):
         quantized = fp8_kernels.quantize_rows(x, group)
-        fp8_kernels.quantize_rows(x, group, expert)
+        fp8_kernels.gather_rows(quantized, expert)
         for limit, offset, bias in ((None, 0.0, None), (7.0, 1.0, torch.zeros(experts, hidden))):
             options = (1.0, limit, offset, bias, expert, group)
             fp8_kernels.glu(x, weight, *options)

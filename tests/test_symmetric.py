@@ -168,7 +168,7 @@ def shared_job(place: Place, fields: dict[str, Any], num_steps: int, folder: Pat
 def test_the_engine_over_shared_memory_is_bitwise_that_over_gloo(
     pool: Pool, tmp_path: Path, mesh: tuple[int, int, int], mode: str
 ) -> None:
-    """Pairs of both directions in flight; rows that a backward reads are kept, others read in place."""
+    """Pairs of both directions in flight; rows that a backward gathers again are kept, others read in place."""
     spec = make_spec(*mesh, activation_checkpoint={"mode": mode}, model={"num_experts_per_tok": 3})
     fields = spec.model_dump(mode="json")
     want = gather_ran(pool.run(spec.world_size, steps_job, fields, 2))

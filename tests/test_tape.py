@@ -524,7 +524,7 @@ def test_what_a_micro_batch_held_is_freed_by_reference_counts(model: Model, reco
                 assert not part.outputs and part._graph is not None
                 held += [weakref.ref(x) for x in (*part._leaves, *part._graph.operands.values())]
             if isinstance(entry, MoeEntry):
-                held += [weakref.ref(x) for x in (entry.experts, entry.exchange, entry.experts._rows)]
+                held += [weakref.ref(x) for x in (entry.experts, entry.exchange, entry.experts._x)]
         assert len(held) > (12 if recompute == "full" else 40)
         del entry, segments, part
         bundle: Closures = []

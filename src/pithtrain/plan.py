@@ -21,9 +21,9 @@ for the worst case beside it (`exchange_rows`, `ops/symmetric`). And, about, wha
 the step's fullest moment, when rank r holds 2P - r micro-batches of its first stage and r + 1 of its second. A layer
 keeps of each token of the rank (its chunks alone, with cp)
 
-    none, selective   four times H; what each linear gives, or takes where it gives H; D rows of H, the k slots of gate
-                      and up
-    full              H, and D rows of H
+    none        four times H; what each linear gives, or takes where it gives H; k slots of H and of gate and up
+    selective   the same with the D rows that came in its place of the k slots of H
+    full        H, and D rows of H
 
 and but for `full`, where keys and values are made on arrival (MLA), whole keys too, or with cp nothing of either. All
 with even routing; D is the mean number of ranks that a token visits (ENGINE.md section 5). Transient buffers, the
@@ -203,7 +203,7 @@ def _kept(config: ModelConfig, mode: str, ep: int, cp: int, narrow: int) -> list
         kept[layer] += hidden * (1 if mode == "full" else 4)
         if config.is_moe(layer):  # with ep = 1 the rows are an input that is kept anyway
             rows = visited if ep > 1 or mode == "full" else 0
-            kept[layer] += hidden * rows
+            kept[layer] += hidden * (k if mode == "none" else rows)
         if mode != "full":
             kept[layer] += config.carried(layer).keys if cp == 1 else -config.carried(layer).product
     for p in config.parameters() if mode != "full" else ():
@@ -325,7 +325,9 @@ def plan(spec: RunSpec, document_length: float | None = None) -> Plan:
         optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
     cut = [stages[rank] + stages[-1 - rank] for rank in range(mesh.pp)]
     rows, row_bytes = exchange_rows(spec)
-    kept = _kept(config, spec.activation_checkpoint.mode, mesh.ep, mesh.cp, narrow)
+    mode = spec.activation_checkpoint.mode
+    mode = "selective" if mode == "none" and spec.fp8.enabled else mode  # `ops/experts`: in 8 bits they are the same
+    kept = _kept(config, mode, mesh.ep, mesh.cp, narrow)
     tokens = training.micro_batch_size * training.sequence_length // mesh.cp
     live = [(2 * mesh.pp - rank, rank + 1) for rank in range(mesh.pp)]  # micro-batches of either stage
     activations = [

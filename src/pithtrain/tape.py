@@ -19,8 +19,8 @@ A backward yields the weight-gradient closures that have become ready; the drive
 What is kept from a forward to its backward, by `Stage.recompute`, and what Qwen3-30B-A3B keeps at ep = 8 (ep = 1) in
 KiB per token and layer in bf16, indices, routing and what a compiler chooses otherwise apart:
 
-    none        A: operands of matmuls and what autograd saves, 43; E: received rows and gate_up, 45         88 (67)
-    selective   the same: weight gradients gather by themselves, and no pass is left that would save bytes
+    none        A: operands of matmuls and what autograd saves, 43; E: slots and gate_up, 56                 99 (99)
+    selective   A as before; E: received rows, of which slots are gathered again, and gate_up, 45            88 (67)
     full        A and X: their input alone, 4; E: received rows, 21. A, X and gate_up run again              25 (8)
 
 Edges never run again, nor does the last norm, which keeps its input anyway. A rerun is queued before what its backward
@@ -207,7 +207,7 @@ def forward(
         exchange.launch_dispatch(n)
         yield  # DISPATCH in flight
         experts = ExpertSegment(layer.experts, stage.recompute)
-        exchange.launch_combine(experts.forward(exchange.received()))
+        exchange.launch_combine(experts.forward(exchange.received(not experts.keeps_slots)))
         yield  # COMBINE in flight
         dsums: list[Tensor] = []
         if sets is not None:
@@ -252,7 +252,8 @@ def backward(stage: Stage, tape: Tape, dh: Tensor | None) -> Generator[Closures,
         exchange.launch_combine_t(dh_TH)
         yield _take(ready)  # COMBINE' in flight; W of the A above
         entry.experts.rerun()
-        exchange.launch_dispatch_t(*entry.experts.backward(exchange.received_t(), ready))
+        keep = not entry.experts.keeps_slots
+        exchange.launch_dispatch_t(*entry.experts.backward(exchange.received_t(keep), ready))
         yield []  # DISPATCH' in flight; W(E) waits for the next turn, which would else expose it
         dn = None if entry.shared is None else entry.shared.backward([dh_TH], ready)[0]
         yield _take(ready)

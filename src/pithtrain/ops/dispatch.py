@@ -152,16 +152,16 @@ def places(counts_GG2: np.ndarray[Any, Any], rank: int) -> Places:
 
 class Edge(Protocol):
     """What the tape needs of an exchange. Shapes: T tokens, H hidden, K experts per token, U received rows, q slots.
-    Received rows, of both ways, last for as long as they are held."""
+    `keep`: whether received rows are read after the next launch of their direction."""
 
     def launch_counts(self) -> None: ...
     def wait_counts(self) -> None: ...
     def launch_dispatch(self, n_TH: Tensor) -> None: ...
-    def received(self) -> Received: ...
+    def received(self, keep: bool = True) -> Received: ...
     def launch_combine(self, out_UH: Tensor) -> None: ...
     def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor: ...
     def launch_combine_t(self, dh_TH: Tensor) -> None: ...
-    def received_t(self) -> Tensor: ...
+    def received_t(self, keep: bool = True) -> Tensor: ...
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None: ...
     def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
@@ -189,7 +189,7 @@ class LocalExchange:
     def launch_dispatch(self, n_TH: Tensor) -> None:
         self._held = (n_TH, *self._held)
 
-    def received(self) -> Received:
+    def received(self, keep: bool = True) -> Received:
         n_TH, ids_TK, w_TK = self._take()
         return Received(n_TH, ids_TK, w_TK, ids_TK.numel())
 
@@ -203,7 +203,7 @@ class LocalExchange:
     def launch_combine_t(self, dh_TH: Tensor) -> None:
         self._held = (dh_TH,)
 
-    def received_t(self) -> Tensor:
+    def received_t(self, keep: bool = True) -> Tensor:
         return self._take()[0]
 
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None:
@@ -261,8 +261,8 @@ class Exchange:
             self._flight = lane.exchange(tensors, self._places.out)
         del self._records  # which the transfer keeps while it needs them: an edge keeps indices only
 
-    def received(self) -> Received:
-        rows, records = self._land(keep=True)
+    def received(self, keep: bool = True) -> Received:
+        rows, records = self._land(keep)
         return Received(rows, *unpack(records, self._weight_dtype), self._places.slots)
 
     def launch_combine(self, out_UH: Tensor) -> None:
@@ -279,8 +279,8 @@ class Exchange:
         with lane.after(lane.mark()):
             self._flight = lane.exchange([gather_rows(dh_TH, self._token)], self._places.out)
 
-    def received_t(self) -> Tensor:
-        [rows] = self._land(keep=True)
+    def received_t(self, keep: bool = True) -> Tensor:
+        [rows] = self._land(keep)
         return rows
 
     def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None:

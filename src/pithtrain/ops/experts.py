@@ -9,16 +9,18 @@
 The routing weight enters before the down projection, in fp32 and before the one rounding, so the combine is a plain
 sum and its transpose needs indices only. Kept from forward to backward, beside w and indices:
 
-    none, selective   rows, gu    2 D H + 4 k I bytes per token in bf16, k experts per token, D the mean number of ranks
-                                  that a token visits
-    full              rows        2 D H; gu is computed again, before the backward: one of the forward's two products
+    none        X, gu          2 k H + 4 k I bytes per token in bf16, k experts per token
+    selective   rows, gu       2 D H + 4 k I, D the mean number of ranks that a token visits; X is gathered again in W,
+                               and dY, so that a weight gradient put aside keeps no slots of width H
+    full        rows           2 D H; gu is computed again too, before the backward: one of the forward's two products
 
-Where ep is 1 the rows are the attention segment's n, which is there already. X and dY live as operands of a product
-alone: weight gradients read rows[row_R] and dout[row_R] where they lie, so one that is put aside keeps no slots of
-width H. `a` is not kept: the backward of the activation reads all that it takes, and gives it to W.
+In 8 bits `none` is `selective`: no product takes X in compute dtype, so that to keep it would be to make it. Where ep
+is 1 the rows are the attention segment's n, which is there already. `a` is not kept: the backward of the activation
+reads all that it takes, and gives it to W.
 
 In 8 bits (`ops/fp8`) the operands of the four products of forward and inputs' gradients are X, a, dY and dgu quantised,
-each in the pass that makes it, and the weights' forms; closures take rows, a, dout and dgu as they were.
+each in the pass that makes it, rows and dout before they become slots, and the weights' forms; closures take X, a, dY
+and dgu as they were.
 
 Rounded to compute dtype are the operands and results of the products (X Wgu^T, a, a Wd^T, dY, da, dgu), out and drows,
 each once. Biases are fp32 and are added in fp32: to the rounded product, and to nothing rounded afterwards except out.
@@ -70,15 +72,20 @@ class ExpertSegment:
 
     def __init__(self, experts: Experts, recompute: Recompute = "none"):
         self._experts, self._recompute = experts, recompute
+        recipes = experts.gate_up.recipe, experts.down.recipe
+        self.keeps_slots = recompute == "none" and recipes == (None, None)  # else rows are read again in W
 
     def forward(self, received: Received) -> Tensor:
         """The weighted sum over its slots of every received row, [U, H] in compute dtype."""
-        experts, self._rows, self._records = self._experts, received.rows_UH, received.weights_Uq.shape
+        rows, experts = received.rows_UH, self._experts
+        self._records = received.weights_Uq.shape
         num_experts = experts.gate_up.data.shape[0]
         self._slots = slots = order_slots(received.local_Uq, received.weights_Uq, num_experts, received.num_slots)
-        gate_up = self._project()
-        self._gate_up = None if self._recompute == "full" else gate_up
+        operand = _gathered(rows, slots.row_R, experts.gate_up.recipe)
+        gate_up = grouped_linear(operand, experts.gate_up.operand(), slots.ends_E)
+        self._x = operand if self.keeps_slots and isinstance(operand, Tensor) else rows
         up_bias, recipe = _data(experts.gate_up_bias), experts.down.recipe
+        self._gate_up = None if self._recompute == "full" else gate_up
         act = expert_activation(gate_up, slots.weight_R, experts.glu, up_bias, slots.expert_R, recipe)
         y_RH = grouped_linear(act, experts.down.operand(), slots.ends_E)
         down_bias = experts.down_bias
@@ -88,37 +95,38 @@ class ExpertSegment:
     def rerun(self) -> None:
         """Compute gate and up again, if they were not kept. The backward does; earlier, it may hide a transfer."""
         if self._gate_up is None:
-            self._gate_up = self._project()
-
-    def _project(self) -> Tensor:
-        weight, slots = self._experts.gate_up, self._slots
-        return grouped_linear(_gathered(self._rows, slots.row_R, weight.recipe), weight.operand(), slots.ends_E)
+            weight = self._experts.gate_up
+            operand = _gathered(self._x, self._slots.row_R, weight.recipe)
+            self._gate_up = grouped_linear(operand, weight.operand(), self._slots.ends_E)
 
     def backward(self, dout_UH: Tensor, ready: list[WeightGrad]) -> tuple[Tensor, Tensor]:
         """-> (drows [U, H] in compute dtype, dweights [U, q] fp32); appends a closure for each weight and bias."""
         self.rerun()
-        experts, slots, rows_UH, gu = self._experts, self._slots, self._rows, self._gate_up
+        experts, slots, x, gu = self._experts, self._slots, self._x, self._gate_up
         assert gu is not None
-        w_R, expert_R, row_R, ends = slots.weight_R, slots.expert_R, slots.row_R, slots.ends_E
-        da = grouped_linear_dx(_gathered(dout_UH, row_R, experts.down.recipe), experts.down.operand(), ends)
+        w_R, expert_R, ends = slots.weight_R, slots.expert_R, slots.ends_E
+        row_R = None if self.keeps_slots else slots.row_R
+        operand = _gathered(dout_UH, slots.row_R, experts.down.recipe)
+        dy = operand if self.keeps_slots and isinstance(operand, Tensor) else dout_UH  # x and dy are alike, to W
+        da = grouped_linear_dx(operand, experts.down.operand(), ends)
         up_bias, recipe = _data(experts.gate_up_bias), experts.gate_up.recipe
         dgu, dw_R, act, operand = expert_activation_backward(da, gu, w_R, experts.glu, up_bias, expert_R, recipe)
         if experts.down_bias is not None:
             bias_EH = experts.down_bias.data  # <dout, b_e> of each row and expert: less than one of each slot
-            dw_R += F.linear(dout_UH.to(bias_EH.dtype), bias_EH)[row_R, expert_R]
+            dw_R += F.linear(dout_UH.to(bias_EH.dtype), bias_EH)[slots.row_R, expert_R]
         dx_RH = grouped_linear_dx(operand, experts.gate_up.operand(), ends)
         drows = ordered_sum(dx_RH, slots.slot_U1q)
         dweights = w_R.new_zeros(self._records)
         dweights.view(-1)[slots.record_R] = dw_R
 
         def add_down(main: Tensor, beta: int) -> None:
-            add_grouped_weight_grad(main, beta, dout_UH, act, ends, dy_row=row_R)
+            add_grouped_weight_grad(main, beta, _slots_of(dy, row_R), act, ends)
 
         def add_gate_up(main: Tensor, beta: int) -> None:
-            add_grouped_weight_grad(main, beta, dgu, rows_UH, ends, x_row=row_R)
+            add_grouped_weight_grad(main, beta, dgu, _slots_of(x, row_R), ends)
 
         def add_down_bias(main: Tensor, beta: int) -> None:
-            add_grouped_sum(main, beta, dout_UH, w_R, ends, row_R)
+            add_grouped_sum(main, beta, dy, w_R, ends, row_R)
 
         def add_gate_up_bias(main: Tensor, beta: int) -> None:
             add_grouped_sum(main, beta, dgu, None, ends)
@@ -129,13 +137,18 @@ class ExpertSegment:
             ready.append(lambda: down_bias.add(add_down_bias))
         if (up_bias := experts.gate_up_bias) is not None:
             ready.append(lambda: up_bias.add(add_gate_up_bias))
-        del self._rows, self._gate_up, self._slots
+        del self._x, self._gate_up, self._slots
         return drows, dweights
 
 
-def _gathered(rows_UH: Tensor, row_R: Tensor, recipe: Recipe | None) -> Tensor | Fp8:
+def _gathered(rows: Tensor, row_R: Tensor, recipe: Recipe | None) -> Tensor | Fp8:
     """rows[row] as a product takes it."""
-    return gather_rows(rows_UH, row_R) if recipe is None else fp8.gather(rows_UH, row_R, recipe)
+    return gather_rows(rows, row_R) if recipe is None else fp8.gather(rows, row_R, recipe)
+
+
+def _slots_of(kept: Tensor, row_R: Tensor | None) -> Tensor:
+    """[R, H] from rows, or as it was kept."""
+    return kept if row_R is None else gather_rows(kept, row_R)
 
 
 def _data(weight: Weight | None) -> Tensor | None:

@@ -135,11 +135,11 @@ def quantize(x_RK: Tensor, recipe: Recipe) -> Fp8:
 
 
 def gather(rows_UK: Tensor, row_R: Tensor, recipe: Recipe) -> Fp8:
-    """rows[row] quantised: one pass on CUDA."""
+    """rows[row] quantised: on CUDA each row once, and bytes are gathered."""
     if _on_gpu(rows_UK, rows_UK.dtype):
         from pithtrain.ops import fp8_kernels
 
-        return fp8_kernels.quantize_rows(rows_UK, GROUP[recipe], row_R)
+        return fp8_kernels.gather_rows(quantize(rows_UK, recipe), row_R)
     return quantize_rows(rows_UK[row_R], GROUP[recipe])
 
 

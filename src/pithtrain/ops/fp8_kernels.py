@@ -72,22 +72,11 @@ def _store(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _quantize_rows(
-    x,
-    row,
-    out,
-    scale,
-    rows,
-    W: constexpr,
-    GROUP: constexpr,
-    R: constexpr,
-    BLOCK: constexpr,
-):
+def _quantize_rows(x, out, scale, rows, W: constexpr, GROUP: constexpr, R: constexpr, BLOCK: constexpr):
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     cols = tl.arange(0, BLOCK)
     keep = (r < rows)[:, None] & (cols < W)[None, :]
-    source = r if row is None else tl.load(row + r, mask=r < rows, other=0)
-    values = tl.load(x + source[:, None] * W + cols[None, :], mask=keep, other=0.0)
+    values = tl.load(x + r[:, None] * W + cols[None, :], mask=keep, other=0.0)
     _store(values.to(tl.float32), r, rows, 0, out, scale, W, W, GROUP, R, BLOCK)
 
 
@@ -97,19 +86,50 @@ def _empty(like: Tensor, rows: int, width: int, group: int) -> Fp8:
     return Fp8(torch.empty(rows, width, dtype=E4M3, device=like.device), scale, like.dtype)
 
 
-def quantize_rows(x_UW: Tensor, group: int, row_R: Tensor | None = None) -> Fp8:
-    """`fp8.quantize_rows` of x, or of x[row]. A program per 4,096 values."""
-    x_UW, width = x_UW.contiguous(), x_UW.shape[1]
-    rows = len(x_UW if row_R is None else row_R)
-    out = _empty(x_UW, rows, width, group)
+def quantize_rows(x_RW: Tensor, group: int) -> Fp8:
+    """`fp8.quantize_rows`. A program per 4,096 values."""
+    x_RW, (rows, width) = x_RW.contiguous(), x_RW.shape
+    out = _empty(x_RW, rows, width, group)
     block = max(triton.next_power_of_2(width), group)
     at_once = max(1, 4096 // block)
     if rows:
         _quantize_rows[(triton.cdiv(rows, at_once),)](
-            *(x_UW, row_R, out.data, out.scale, rows, width, group or block, at_once, block),
+            *(x_RW, out.data, out.scale, rows, width, group or block, at_once, block),
             num_warps=min(32, max(4, block // 512)),
         )
     return out
+
+
+@triton.jit(do_not_specialize=["sources", "rows"])
+def _gather_rows(
+    data, scale, row, out, out_scale, sources, rows, W: constexpr, G: constexpr, R: constexpr, BLOCK: constexpr
+):
+    """Four values are one of W integers."""
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    keep = r < rows
+    source = tl.load(row + r, mask=keep, other=0)
+    cols = tl.arange(0, BLOCK)
+    whole = keep[:, None] & (cols < W)[None, :]
+    tl.store(out + r[:, None] * W + cols[None, :], tl.load(data + source[:, None] * W + cols[None, :], whole), whole)
+    for g in range(G):
+        tl.store(out_scale + g * rows + r, tl.load(scale + g * sources + source, keep), keep)
+
+
+def gather_rows(x: Fp8, row_R: Tensor) -> Fp8:
+    """x[row], scales too. A program per 16 KiB."""
+    (sources, width), rows = x.data.shape, len(row_R)
+    assert width % 4 == 0, "four values at a time"
+    data = torch.empty(rows, width, dtype=E4M3, device=x.data.device)
+    scale = torch.empty(x.scale.shape[1], rows, dtype=torch.float32, device=x.data.device).t()
+    block = triton.next_power_of_2(width // 4)
+    at_once = max(1, 4096 // block)
+    if rows:
+        _gather_rows[(triton.cdiv(rows, at_once),)](
+            *(x.data.view(torch.int32), x.scale, row_R, data.view(torch.int32), scale),
+            *(sources, rows, width // 4, x.scale.shape[1], at_once, block),
+            num_warps=8,
+        )
+    return Fp8(data, scale, x.wide)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -362,9 +382,9 @@ def _grouped_product(
 class Tiles(NamedTuple):
     """Of the product: rows of a program, its warps, and loads in flight."""
 
-    rows: int = 128
-    warps: int = 8
-    stages: int = 4
+    rows: int = 64
+    warps: int = 4
+    stages: int = 3
 
 
 PRODUCT_TILES = Tiles()  # `benchmarks/kernels.py --tune` measures others

@@ -47,36 +47,18 @@ def _grouped(x: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
     return out
 
 
-def add_grouped_weight_grad(
-    main_ENK: Tensor,
-    beta: int,
-    dy: Tensor,
-    x: Tensor,
-    ends_E: Tensor,
-    dy_row: Tensor | None = None,
-    x_row: Tensor | None = None,
-) -> None:
-    """main_grad[e] = beta main_grad[e] + dy_e^T x_e; an expert without rows brings zeros. dy [R, N] and x [R, K], or of
-    each what an int64 index [R] takes its rows from: on CUDA they are read from there, and no copy is made."""
-    if has_kernel(x):
+def add_grouped_weight_grad(main_ENK: Tensor, beta: int, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
+    """main_grad[e] = beta main_grad[e] + dy_e^T x_e; an expert without rows brings zeros."""
+    if has_kernel(x_RK):
         from pithtrain.ops import kernels
 
-        kernels.add_grouped_weight_grad(main_ENK, beta, dy, x, ends_E, dy_row, x_row)
+        kernels.add_grouped_weight_grad(main_ENK, beta, dy_RN, x_RK, ends_E)
     else:
-        plain_grouped_weight_grad(main_ENK, beta, dy, x, ends_E, dy_row, x_row)
+        plain_grouped_weight_grad(main_ENK, beta, dy_RN, x_RK, ends_E)
 
 
-def plain_grouped_weight_grad(
-    main_ENK: Tensor,
-    beta: int,
-    dy: Tensor,
-    x: Tensor,
-    ends_E: Tensor,
-    dy_row: Tensor | None = None,
-    x_row: Tensor | None = None,
-) -> None:
+def plain_grouped_weight_grad(main_ENK: Tensor, beta: int, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> None:
     """The twin of the weight gradient."""
-    dy_RN, x_RK = _indexed(dy, dy_row), _indexed(x, x_row)
     for e, (start, end) in enumerate(_blocks(ends_E)):
         add_weight_grad(main_ENK[e], beta, dy_RN[start:end], x_RK[start:end])
 
@@ -99,14 +81,10 @@ def plain_grouped_sum(
     main_EN: Tensor, beta: int, values: Tensor, weight_R: Tensor | None, ends_E: Tensor, row_R: Tensor | None = None
 ) -> None:
     """The twin of the sum."""
-    offsets, rows = F.pad(ends_E, (1, 0)), _indexed(values, row_R).to(main_EN.dtype)
+    rows, offsets = (values if row_R is None else values[row_R]).to(main_EN.dtype), F.pad(ends_E, (1, 0))
     if weight_R is not None:
         rows = weight_R[:, None] * rows
     add_sum(main_EN, beta, torch.segment_reduce(rows, "sum", offsets=offsets, unsafe=True, initial=0))
-
-
-def _indexed(values: Tensor, row_R: Tensor | None) -> Tensor:
-    return values if row_R is None else values[row_R]
 
 
 def _blocks(ends_E: Tensor) -> list[tuple[int, int]]:

@@ -278,8 +278,6 @@ def cross_entropy(
 def _grouped_weight_grad(
     dy,
     x,
-    dy_row,
-    x_row,
     main,
     ends,
     N: constexpr,
@@ -308,10 +306,8 @@ def _grouped_weight_grad(
         for r in range(begin, end, BR):
             rows = (r + tl.arange(0, BR)).to(tl.int64)
             keep = rows < end
-            of_dy = rows if dy_row is None else tl.load(dy_row + rows, mask=keep, other=0)
-            of_x = rows if x_row is None else tl.load(x_row + rows, mask=keep, other=0)
-            a = tl.load(dy + of_dy[:, None] * N + ns[None, :], mask=keep[:, None] & (ns < N)[None, :], other=0.0)
-            b = tl.load(x + of_x[:, None] * K + ks[None, :], mask=keep[:, None] & (ks < K)[None, :], other=0.0)
+            a = tl.load(dy + rows[:, None] * N + ns[None, :], mask=keep[:, None] & (ns < N)[None, :], other=0.0)
+            b = tl.load(x + rows[:, None] * K + ks[None, :], mask=keep[:, None] & (ks < K)[None, :], other=0.0)
             total = tl.dot(tl.trans(a), b, total)
         at = main + e.to(tl.int64) * N * K + ns[:, None] * K + ks[None, :]
         keep = (ns < N)[:, None] & (ks < K)[None, :]
@@ -321,8 +317,7 @@ def _grouped_weight_grad(
 
 
 class Tiles(NamedTuple):
-    """A program's part of a weight gradient: [n, k] of main, `rows` at a time and `stages` loads of them in flight;
-    `group` tiles of N run side by side."""
+    """A program's part of a weight gradient: [n, k] of main, `rows` at a time; `group` tiles of N run side by side."""
 
     n: int = 128
     k: int = 128
@@ -336,25 +331,16 @@ WEIGHT_GRAD_TILES = Tiles()  # `benchmarks/kernels.py --tune` measures others
 
 
 def add_grouped_weight_grad(
-    main_ENK: Tensor,
-    beta: int,
-    dy: Tensor,
-    x: Tensor,
-    ends_E: Tensor,
-    dy_row: Tensor | None = None,
-    x_row: Tensor | None = None,
-    tiles: Tiles = WEIGHT_GRAD_TILES,
+    main_ENK: Tensor, beta: int, dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor, tiles: Tiles = WEIGHT_GRAD_TILES
 ) -> None:
-    """main[e] = beta main[e] + dy_e^T x_e: fp32 over all rows of an expert, one addition to main. With a row index [R],
-    int64, an operand's rows are read from where they lie; Triton gives half of the stages to the index before them."""
+    """main[e] = beta main[e] + dy_e^T x_e: fp32 over all rows of an expert, one addition to main."""
     experts, n, k = main_ENK.shape
     bn, bk = _block(n, tiles.n), _block(k, tiles.k)
     grid = (experts * triton.cdiv(n, bn) * triton.cdiv(k, bk),)
     _grouped_weight_grad[grid](
-        *(dy.contiguous(), x.contiguous(), dy_row, x_row, main_ENK, ends_E),
-        *(n, k, bn, bk, tiles.rows, tiles.group, beta),
+        *(dy_RN.contiguous(), x_RK.contiguous(), main_ENK, ends_E, n, k, bn, bk, tiles.rows, tiles.group, beta),
         num_warps=tiles.warps,
-        num_stages=tiles.stages if dy_row is None and x_row is None else 2 * tiles.stages - 1,
+        num_stages=tiles.stages,
     )
 
 
