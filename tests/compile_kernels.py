@@ -115,7 +115,7 @@ def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
     fp8_kernels.glu(torch.zeros(4, 5760, dtype=BF16), weight, 1.0, 7.0, 1.0, torch.zeros(experts, 5760), expert, 0)
 
 
-INNER = ("_gate_and_up", "_ranks", "_amax", "_store")  # called by kernels, never launched
+INNER = ("_gate_and_up", "_gate_and_up_backward", "_ranks", "_amax", "_store")  # called by kernels, never launched
 
 if __name__ == "__main__":
     sys.exit(main())

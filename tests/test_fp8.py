@@ -228,12 +228,15 @@ def test_weights_by_the_kernels_are_bitwise_the_twins(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_gated_activation_is_quantised_as_if_it_had_been_written_first(group: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("width", [256, 1152])  # at once, and in three parts of which the last is not full
+def test_a_gated_activation_is_quantised_as_if_it_had_been_written_first(
+    group: int, with_bias: bool, width: int
+) -> None:
     """In fp32 with factors that keep every value on e4m3's grid: gates of 0 or far above, weights of 1."""
     kernels = pytest.importorskip("pithtrain.ops.fp8_kernels", reason="needs triton")
     from pithtrain.ops import kernels as apart
 
-    rows, width = 6, 256
+    rows = 6
     if DEVICE == "cuda":
         gate_up, da = (torch.randn(rows, n, device=DEVICE).bfloat16() for n in (2 * width, width))
         weight, bias = torch.rand(rows, device=DEVICE), torch.randn(3, 2 * width, device=DEVICE)
@@ -241,6 +244,8 @@ def test_a_gated_activation_is_quantised_as_if_it_had_been_written_first(group: 
         gate_up, da = torch.zeros(rows, 2 * width), torch.ones(rows, width)
         gate_up[:, :width] = 32.0 * (torch.rand(rows, width) < 0.5)
         gate_up[:, width:] = on_grid(rows, width)
+        for part in (gate_up[:, width + 512 :], da[:, 512:]):
+            part /= 8  # what is largest is not in the last part
         weight, bias = torch.ones(rows), torch.zeros(3, 2 * width)
     expert = torch.tensor([0, 0, 1, 1, 1, 2], device=DEVICE)
     options = (1.0, None, 0.0, bias if with_bias else None, expert)

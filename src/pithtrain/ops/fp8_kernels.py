@@ -14,17 +14,33 @@ import triton.language as tl
 from torch import Tensor
 
 from pithtrain.ops.fp8 import E4M3, Fp8
-from pithtrain.ops.kernels import _block, _gate_and_up, _options
+from pithtrain.ops.kernels import _block, _gate_and_up, _gate_and_up_backward, _options
 
 constexpr = tl.constexpr
 MOST = 4096  # values that a program of the gated activations holds of each half
 
 
+class Columns(NamedTuple):
+    """Of a gated activation: a program's columns at a time, and its warps."""
+
+    block: int = 512
+    warps: int = 4
+
+
+GLU_COLUMNS = Columns()  # `benchmarks/kernels.py --tune` measures others
+
+
+@triton.jit
+def _bits(x):
+    """Of |x|, in fp32. As integers an Inf is above all numbers and a NaN above it, where a maximum of floats would lose
+    it."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
 @triton.jit
 def _amax(x, axis: constexpr):
-    """Bits of the largest |x|. As integers an Inf is above all numbers and a NaN above it, where a maximum of floats
-    would lose it."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    """Bits of the largest |x|."""
+    return tl.max(_bits(x), axis)
 
 
 @triton.jit
@@ -149,13 +165,30 @@ def _glu_fp8(
     GROUP: constexpr,
     BLOCK: constexpr,
 ):
+    """BLOCK columns at a time; with one scale for the row (GROUP 0) they are held, in 16 bits, until it is known.
+    Beyond the width they are 0 (or NaN, as then is all of the row: its weight is not finite)."""
     r = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    keep = cols < width
-    g, u, _, _ = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
-    a = tl.load(weight + r) * (g * tl.sigmoid(ALPHA * g) * (u + OFFSET))
-    a = tl.where(keep, a.to(gate_up.dtype.element_ty).to(tl.float32), 0.0)
-    _store(tl.reshape(a, [1, BLOCK]), r + tl.arange(0, 1), rows, 0, out, scale, width, width, GROUP, 1, BLOCK)
+    w = tl.load(weight + r)
+    held = ()
+    most = tl.zeros([BLOCK], tl.int32)
+    for start in tl.static_range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < width
+        g, u, _, _ = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
+        a = (w * (g * tl.sigmoid(ALPHA * g) * (u + OFFSET))).to(gate_up.dtype.element_ty)
+        if GROUP == 0:
+            most = tl.maximum(most, _bits(a))
+            held += (a,)
+        else:
+            x = tl.reshape(a.to(tl.float32), [1, BLOCK])
+            _store(x, r + tl.arange(0, 1), rows, start, out, scale, width - start, width, GROUP, 1, BLOCK)
+    if GROUP == 0:
+        s, inverse = _scales(tl.max(most, 0))
+        tl.store(scale + r, s)
+        for i in tl.static_range(len(held)):
+            cols = i * BLOCK + tl.arange(0, BLOCK)
+            q = (held[i].to(tl.float32) * inverse).to(out.dtype.element_ty)
+            tl.store(out + r * width + cols, q, mask=cols < width)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -179,36 +212,36 @@ def _glu_backward_fp8(
     GROUP: constexpr,
     BLOCK: constexpr,
 ):
-    """GROUP 0: one scale for both halves of a row."""
+    """As `_glu_fp8`; GROUP 0: one scale for both halves of a row."""
     r = tl.program_id(0).to(tl.int64)
     w = tl.load(weight + r)
-    cols = tl.arange(0, BLOCK)
-    keep = cols < width
-    g, u, g_beyond, u_beyond = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
-    u += OFFSET
-    d = tl.load(da + r * width + cols, mask=keep, other=0.0).to(tl.float32)
-    s = tl.sigmoid(ALPHA * g)
-    silu = g * s
-    tl.store(dweight + r, tl.sum(d * silu * u, 0))
-    tl.store(act + r * width + cols, (w * (silu * u)).to(act.dtype.element_ty), mask=keep)
-    d *= w
-    dg = tl.where(g_beyond, 0.0, d * u * (s + ALPHA * silu * (1 - s))).to(dgate_up.dtype.element_ty)
-    du = tl.where(u_beyond, 0.0, d * silu).to(dgate_up.dtype.element_ty)
-    at = dgate_up + r * 2 * width + cols
-    tl.store(at, dg, mask=keep)
-    tl.store(at + width, du, mask=keep)
-    dg = tl.where(keep, dg.to(tl.float32), 0.0)
-    du = tl.where(keep, du.to(tl.float32), 0.0)
+    held = ()
+    most = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < width
+        dg, du, dw = _gate_and_up_backward(
+            da, gate_up, bias, expert, dgate_up, act, r, w, cols, keep, width, ALPHA, LIMIT, OFFSET, BIAS
+        )
+        total += dw
+        if GROUP == 0:
+            most = tl.maximum(most, tl.maximum(_bits(dg), _bits(du)))
+            held += (dg, du)
+        else:
+            row = r + tl.arange(0, 1)
+            gate = tl.reshape(dg.to(tl.float32), [1, BLOCK])
+            up = tl.reshape(du.to(tl.float32), [1, BLOCK])
+            _store(gate, row, rows, start, out, scale, width - start, 2 * width, GROUP, 1, BLOCK)
+            _store(up, row, rows, width + start, out, scale, width - start, 2 * width, GROUP, 1, BLOCK)
+    tl.store(dweight + r, tl.sum(total, 0))
     if GROUP == 0:
-        one, inverse = _scales(tl.maximum(_amax(dg, 0), _amax(du, 0)))
-        tl.store(scale + r, one)
-        at = out + r * 2 * width + cols
-        tl.store(at, (dg * inverse).to(out.dtype.element_ty), mask=keep)
-        tl.store(at + width, (du * inverse).to(out.dtype.element_ty), mask=keep)
-    else:
-        row = r + tl.arange(0, 1)
-        _store(tl.reshape(dg, [1, BLOCK]), row, rows, 0, out, scale, width, 2 * width, GROUP, 1, BLOCK)
-        _store(tl.reshape(du, [1, BLOCK]), row, rows, width, out, scale, width, 2 * width, GROUP, 1, BLOCK)
+        s, inverse = _scales(tl.max(most, 0))
+        tl.store(scale + r, s)
+        for i in tl.static_range(len(held)):
+            cols = i // 2 * BLOCK + tl.arange(0, BLOCK)
+            q = (held[i].to(tl.float32) * inverse).to(out.dtype.element_ty)
+            tl.store(out + r * 2 * width + i % 2 * width + cols, q, mask=cols < width)
 
 
 def glu_fits(gate_up: Tensor, group: int) -> bool:
@@ -226,15 +259,16 @@ def glu(
     bias_EN: Tensor | None,
     expert_R: Tensor,
     group: int,
+    columns: Columns = GLU_COLUMNS,
 ) -> Fp8:
     """`kernels.glu`, quantised: bf16 is read and 8 bits are written. A program per row."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out, block = _empty(gate_up, rows, width, group), max(triton.next_power_of_2(width), group)
+    out = _empty(gate_up, rows, width, group)
     if rows:
         _glu_fp8[(rows,)](
             *(gate_up, weight, bias_EN, expert_R, out.data, out.scale, rows),
-            *(*_options(width, alpha, limit, offset, bias_EN)[:5], group or block, block),
-            num_warps=max(4, block // 512),
+            *(*_options(width, alpha, limit, offset, bias_EN), group, _block(width, columns.block)),
+            num_warps=columns.warps,
         )
     return out
 
@@ -249,16 +283,17 @@ def glu_backward(
     bias_EN: Tensor | None,
     expert_R: Tensor,
     group: int,
+    columns: Columns = GLU_COLUMNS,
 ) -> tuple[Tensor, Tensor, Tensor, Fp8]:
     """`kernels.glu_backward`, and d gate_up quantised too. A program per row."""
     rows, width = da.shape
     dgate_up, dweight, act = da.new_empty(gate_up.shape), torch.empty_like(weight), torch.empty_like(da)
-    out, block = _empty(gate_up, rows, 2 * width, group), max(triton.next_power_of_2(width), group)
+    out = _empty(gate_up, rows, 2 * width, group)
     if rows:
         _glu_backward_fp8[(rows,)](
             *(da, gate_up, weight, bias_EN, expert_R, dgate_up, dweight, act, out.data, out.scale, rows),
-            *(*_options(width, alpha, limit, offset, bias_EN)[:5], group, block),
-            num_warps=max(4, block // 512),
+            *(*_options(width, alpha, limit, offset, bias_EN), group, _block(width, columns.block)),
+            num_warps=columns.warps,
         )
     return dgate_up, dweight, act, out
 

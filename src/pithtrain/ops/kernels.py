@@ -113,6 +113,41 @@ def _gate_and_up(
 
 
 @triton.jit
+def _gate_and_up_backward(
+    da,
+    gate_up,
+    bias,
+    expert,
+    dgate_up,
+    act,
+    r,
+    w,
+    cols,
+    keep,
+    width: constexpr,
+    ALPHA: constexpr,
+    LIMIT: constexpr,
+    OFFSET: constexpr,
+    BIAS: constexpr,
+):
+    """Stores some columns of d gate_up and of w * act; gives d gate and d up as they were stored, and what each column
+    adds to the weight's gradient, fp32."""
+    g, u, g_beyond, u_beyond = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
+    u += OFFSET
+    d = tl.load(da + r * width + cols, mask=keep, other=0.0).to(tl.float32)
+    s = tl.sigmoid(ALPHA * g)
+    silu = g * s
+    dw = d * silu * u
+    tl.store(act + r * width + cols, (w * (silu * u)).to(act.dtype.element_ty), mask=keep)
+    d *= w
+    dg = tl.where(g_beyond, 0.0, d * u * (s + ALPHA * silu * (1 - s))).to(dgate_up.dtype.element_ty)
+    du = tl.where(u_beyond, 0.0, d * silu).to(dgate_up.dtype.element_ty)
+    tl.store(dgate_up + r * 2 * width + cols, dg, mask=keep)
+    tl.store(dgate_up + r * 2 * width + width + cols, du, mask=keep)
+    return dg, du, dw
+
+
+@triton.jit
 def _glu(
     gate_up,
     weight,
@@ -159,23 +194,15 @@ def _glu_backward(
     for start in tl.static_range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         keep = cols < width
-        g, u, g_beyond, u_beyond = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
-        u += OFFSET
-        d = tl.load(da + r * width + cols, mask=keep, other=0.0).to(tl.float32)
-        s = tl.sigmoid(ALPHA * g)
-        silu = g * s
-        total += d * silu * u
-        tl.store(act + r * width + cols, (w * (silu * u)).to(act.dtype.element_ty), mask=keep)
-        d *= w
-        dg = tl.where(g_beyond, 0.0, d * u * (s + ALPHA * silu * (1 - s)))
-        du = tl.where(u_beyond, 0.0, d * silu)
-        tl.store(dgate_up + r * 2 * width + cols, dg.to(dgate_up.dtype.element_ty), mask=keep)
-        tl.store(dgate_up + r * 2 * width + width + cols, du.to(dgate_up.dtype.element_ty), mask=keep)
+        _, _, dw = _gate_and_up_backward(
+            da, gate_up, bias, expert, dgate_up, act, r, w, cols, keep, width, ALPHA, LIMIT, OFFSET, BIAS
+        )
+        total += dw
     tl.store(dweight + r, tl.sum(total, 0))
 
 
 def _options(width: int, alpha: float, limit: float | None, offset: float, bias: Tensor | None) -> tuple[Any, ...]:
-    return width, alpha, float("inf") if limit is None else limit, offset, bias is not None, _block(width, 1024)
+    return width, alpha, float("inf") if limit is None else limit, offset, bias is not None
 
 
 def glu(
@@ -191,7 +218,8 @@ def glu(
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        _glu[(rows,)](gate_up, weight, bias_EN, expert_R, out, *_options(width, alpha, limit, offset, bias_EN))
+        options = _options(width, alpha, limit, offset, bias_EN)
+        _glu[(rows,)](gate_up, weight, bias_EN, expert_R, out, *options, _block(width, 1024))
     return out
 
 
@@ -211,7 +239,7 @@ def glu_backward(
     if rows:
         _glu_backward[(rows,)](
             *(da, gate_up, weight, bias_EN, expert_R, dgate_up, dweight, act),
-            *_options(width, alpha, limit, offset, bias_EN),
+            *(*_options(width, alpha, limit, offset, bias_EN), _block(width, 1024)),
         )
     return dgate_up, dweight, act
 
