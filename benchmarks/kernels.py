@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/kernels.py [--only TEXT] [--json FILE]
     .venv/bin/python benchmarks/kernels.py --tune --only weight        # tile settings of the weight gradient
-    .venv/bin/python benchmarks/kernels.py --tune --only "fp8 grouped"   # and of the experts' 8-bit product
+    .venv/bin/python benchmarks/kernels.py --tune --only fp8           # and of 8 bits; or "fp8 glu", weight, grouped
     .venv/bin/python benchmarks/kernels.py --check                     # tiny shapes, results compared, also on a CPU
 
 8,192 tokens (two sequences of 4,096) in bf16 on one GPU, random numbers, random routing. Ceilings are measured in the
@@ -33,7 +33,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from throughput import align, answer, ask_clocks, machine, machine_text
@@ -50,6 +49,7 @@ from throughput import align, answer, ask_clocks, machine, machine_text
 if not torch.cuda.is_available():  # before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import triton
 from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import causal_keys
@@ -79,9 +79,19 @@ CANDIDATES = (  # n, k, rows, warps, stages, group; below 114 KB of shared memor
     *(Tiles(n, k, 64, 4, stages) for n, k in ((128, 64), (64, 128)) for stages in (3, 4)),
     *(Tiles(n, k, 64, 8, 3) for n, k in ((128, 256), (256, 128))),
 )
-PRODUCT_CANDIDATES = tuple(
+PRODUCTS = tuple(
     fp8_kernels.Tiles(*each)
     for each in ((128, 8, 4), (128, 8, 3), (128, 8, 5), (128, 4, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 8, 4))
+)
+COLUMNS = tuple(
+    fp8_kernels.Columns(*each) for each in ((512, 4), (256, 2), (512, 2), (1024, 4), (1024, 8), (2048, 8), (4096, 16))
+)
+WEIGHTS = tuple(
+    fp8_kernels.WeightTiles(*each)
+    for each in (
+        *((rows, warps, 128, 128, 8) for rows in (64, 32, 128) for warps in (4, 8)),
+        *((64, 4, *tile) for tile in ((128, 64, 4), (64, 128, 4), (128, 64, 8), (256, 64, 8), (64, 64, 4))),
+    )
 )
 
 
@@ -157,7 +167,7 @@ def main() -> None:
     ]
     print(table(told["rows"]))
     if arguments.tune:
-        told["tune"] = tune_product() if "fp8" in arguments.only else tune()
+        told["tune"] = tune_eight_bits(arguments.only) if "fp8" in arguments.only else tune()
     slower = [row for row in told["rows"] if row["ours"] and row["ms"] >= row["twin_ms"]]
     for row in slower:
         print(f"DOES NOT BEAT ITS TWIN: {row['kernel']} at {row['shape']}: {row['ms']:.3f} >= {row['twin_ms']:.3f} ms")
@@ -692,54 +702,72 @@ def tune(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
         ends = plain_order_slots(ids, ids, shape.experts, rows).ends_E
         dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (n, k))
         main = torch.zeros(shape.experts, n, k, device=device)
-        timed: list[tuple[float, Tiles]] = []
-        for tiles in CANDIDATES:
-            case = weight_grad("", "", dy, x, main, main, ends, tiles)
-            try:
-                ms = milliseconds(case.run, 7)
-            except Exception as error:  # too much shared memory, say
-                print(f"{shape.name} {part} {tuple(tiles)}: {str(error).splitlines()[0][:100]}")
-                ms = float("inf")
-            timed.append((ms, tiles))
-            total[tiles] += ms
-        for ms, tiles in sorted(timed):
+
+        def run(tiles: Tiles) -> Any:
+            return weight_grad("", "", dy, x, main, main, ends, tiles).run()  # noqa: B023
+
+        tried = best_of(f"{shape.name} {part}", CANDIDATES, kernels.WEIGHT_GRAD_TILES, run, 2.0 * rows * n * k)
+        for ms, tiles in tried:
             found.append({"shape": shape.name, "part": part, "tiles": tiles._asdict(), "ms": ms})
-        now = next(ms for ms, tiles in timed if tiles == kernels.WEIGHT_GRAD_TILES)
-        best = "; ".join(f"{tuple(tiles)} {ms:.3f} ms" for ms, tiles in sorted(timed)[:3])
-        print(f"tiles {shape.name} {part}: {best}; now {now:.3f} ms ({2e-9 * rows * n * k / now:.0f} TFLOP/s)")
-        del dy, x, main
+            total[tiles] += ms
     for ms, tiles in sorted((ms, tiles) for tiles, ms in total.items())[:3]:
         print(f"tiles over all products: {tuple(tiles)} {ms:.3f} ms; now {total[kernels.WEIGHT_GRAD_TILES]:.3f} ms")
     return found
 
 
-def tune_product(shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
-    """The experts' blockwise product alone, forward and input gradient, with every candidate."""
+def best_of(
+    label: str, candidates: Sequence[Any], now: Any, run: Callable[[Any], object], flops: float = 0.0
+) -> list[tuple[float, Any]]:
+    """Milliseconds with each candidate, best first; the best three and the present one are told."""
+    tried: list[tuple[float, Any]] = []
+    for tiles in candidates:
+        try:
+            ms = milliseconds(lambda: run(tiles), 7)  # noqa: B023
+        except Exception as error:  # too much shared memory, say
+            print(f"{label} {tuple(tiles)}: {str(error).splitlines()[0][:100]}")
+            ms = float("inf")
+        tried.append((ms, tiles))
+    tried.sort()
+    best = "; ".join(f"{tuple(tiles)} {ms:.3f} ms" for ms, tiles in tried[:3])
+    present = next(ms for ms, tiles in tried if tiles == now)
+    print(f"tiles {label}: {best}; now {present:.3f} ms" + (f" ({flops / present / 1e9:.0f} TFLOP/s)" if flops else ""))
+    return tried
+
+
+def tune_eight_bits(only: str, shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
+    """As `only` says, or all: gated activations and weights, with a scale a row, and the experts' blockwise product."""
     device, found = "cuda" if torch.cuda.is_available() else "cpu", list[dict[str, Any]]()
+
+    def rand(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device).bfloat16()
+
+    def tell(shape: Shape, part: str, *about: Any) -> None:
+        tried = best_of(f"fp8 {shape.name} {part}", *about)
+        found.extend({"shape": shape.name, "part": part, "tiles": tiles._asdict(), "ms": ms} for ms, tiles in tried)
+
     for shape in shapes:
         ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.slots).indices
-        ends = plain_order_slots(ids, ids, shape.experts, shape.tokens * shape.slots).ends_E
+        slots = plain_order_slots(ids, ids, shape.experts, shape.tokens * shape.slots)
+        ends, rows, glu, width = slots.ends_E, len(slots.row_R), shape.glu, shape.width
+        if "glu" in only or only == "fp8":
+            gate_up, da, weight = rand(rows, 2 * width), rand(rows, width), torch.rand(rows, device=device)
+            bias = torch.randn(shape.experts, 2 * width, device=device) if shape.bias else None
+            options, now = (glu.alpha, glu.limit, glu.offset, bias, slots.expert_R, 0), fp8_kernels.GLU_COLUMNS
+            tell(shape, "glu", COLUMNS, now, lambda x: fp8_kernels.glu(gate_up, weight, *options, x))  # noqa: B023
+            back = fp8_kernels.glu_backward
+            tell(shape, "glu_backward", COLUMNS, now, lambda x: back(da, gate_up, weight, *options, x))  # noqa: B023
         for part, n, k in products_of(shape):
-            if n % 128 or k % 128:
+            matrices = rand(shape.experts, n, k)
+            if "weight" in only or only == "fp8":
+                now = fp8_kernels.WEIGHT_TILES
+                tell(shape, part, WEIGHTS, now, lambda x: fp8_kernels.quantize_weight(matrices, 0, x))  # noqa: B023
+            if n % 128 or k % 128 or not ("grouped" in only or only == "fp8"):
                 continue
-            rows = shape.tokens * shape.slots
-            both = fp8.quantize_weight(torch.randn(shape.experts, n, k, device=device).bfloat16(), "blockwise")
-            for word, w, width in (("", both.forward, k), (" dgrad", both.dgrad, n)):
-                x, timed = fp8.quantize(torch.randn(rows, width, device=device).bfloat16(), "blockwise"), []
-                for tiles in PRODUCT_CANDIDATES:
-                    try:
-                        ms = milliseconds(lambda: fp8_kernels.grouped_product(x, w, ends, tiles), 7)  # noqa: B023
-                    except Exception as error:  # too much shared memory, say
-                        print(f"{shape.name} {part}{word} {tuple(tiles)}: {str(error).splitlines()[0][:100]}")
-                        ms = float("inf")
-                    timed.append((ms, tiles))
-                    found.append({"shape": shape.name, "part": part + word, "tiles": tiles._asdict(), "ms": ms})
-                best = "; ".join(
-                    f"{tuple(tiles)} {ms:.3f} ms ({2e-9 * rows * n * k / ms:.0f} TFLOP/s)"
-                    for ms, tiles in sorted(timed)[:3]
-                )
-                now = next(ms for ms, tiles in timed if tiles == fp8_kernels.PRODUCT_TILES)
-                print(f"fp8 tiles {shape.name} {part}{word}: {best}; now {now:.3f} ms")
+            both, now = fp8.quantize_weight(matrices, "blockwise"), fp8_kernels.PRODUCT_TILES
+            for word, w, inner in (("", both.forward, k), (" dgrad", both.dgrad, n)):
+                x, multiply = fp8.quantize(rand(rows, inner), "blockwise"), fp8_kernels.grouped_product
+                run = lambda tiles: multiply(x, w, ends, tiles)  # noqa: B023, E731
+                tell(shape, part + word, PRODUCTS, now, run, 2.0 * rows * n * k)
     return found
 
 

@@ -111,8 +111,12 @@ def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
             fp8_kernels.quantize_weight(matrices, group)
         if group == 128:
             fp8_kernels.grouped_product(quantized, plain_quantize_weight(matrices, "blockwise").forward, ends)
-    fp8_kernels.quantize_rows(torch.zeros(4, 10944, dtype=BF16), 0)  # wide rows
-    fp8_kernels.glu(torch.zeros(4, 5760, dtype=BF16), weight, 1.0, 7.0, 1.0, torch.zeros(experts, 5760), expert, 0)
+    wide, gate_up = (torch.zeros(4, size, dtype=BF16) for size in (10944, 5760))
+    fp8_kernels.quantize_rows(wide, 0)
+    fp8_kernels.quantize_weight(wide, 0)
+    options = (1.0, 7.0, 1.0, torch.zeros(experts, 5760), expert, 0)
+    fp8_kernels.glu(gate_up, weight, *options)
+    fp8_kernels.glu_backward(gate_up[:, :2880].contiguous(), gate_up, weight, *options)
 
 
 INNER = ("_gate_and_up", "_gate_and_up_backward", "_ranks", "_amax", "_store")  # called by kernels, never launched

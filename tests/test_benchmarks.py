@@ -287,6 +287,11 @@ def test_tiles_are_told_best_first(
     found = kernels.tune(kernels.TINY[:1])
     assert [row["part"] for row in found] == ["gate_up"] * 2 + ["down"] * 2
     assert found[0]["ms"] <= found[1]["ms"] and found[2]["ms"] <= found[3]["ms"]
+    assert capsys.readouterr().out.count("now ") == 3 + 1
+    for name in ("COLUMNS", "WEIGHTS"):
+        monkeypatch.setattr(kernels, name, getattr(kernels, name)[::5])
+    found = kernels.tune_eight_bits("fp8", kernels.TINY[:1])
+    assert {row["part"] for row in found} == {"glu", "glu_backward", "gate_up", "down"}
     assert capsys.readouterr().out.count("now ") == 4
 
 

@@ -144,7 +144,7 @@ def gather(rows_UK: Tensor, row_R: Tensor, recipe: Recipe) -> Fp8:
 
 
 def quantize_weight(w: Tensor, recipe: Recipe) -> Fp8Weight:
-    """Both forms of W [..., N, K]: on CUDA in one read for blocks of 128 x 128, in three for rows and columns."""
+    """Both forms of W [..., N, K]: on CUDA in one read for blocks of 128 x 128, in two for rows and columns."""
     if _on_gpu(w, w.dtype) and recipe != "mxfp8":
         from pithtrain.ops import fp8_kernels
 

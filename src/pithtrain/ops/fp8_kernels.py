@@ -221,10 +221,9 @@ def _glu_backward_fp8(
     for start in tl.static_range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         keep = cols < width
-        dg, du, dw = _gate_and_up_backward(
-            da, gate_up, bias, expert, dgate_up, act, r, w, cols, keep, width, ALPHA, LIMIT, OFFSET, BIAS
+        dg, du, total = _gate_and_up_backward(
+            da, gate_up, bias, expert, dgate_up, act, r, w, total, cols, keep, width, ALPHA, LIMIT, OFFSET, BIAS
         )
-        total += dw
         if GROUP == 0:
             most = tl.maximum(most, tl.maximum(_bits(dg), _bits(du)))
             held += (dg, du)
@@ -324,28 +323,56 @@ def _quantize_blocks(
 
 
 @triton.jit
-def _quantize_columns(w, out, scale, N: constexpr, K: constexpr, BN: constexpr, BK: constexpr):
-    """W^T with a scale per column of W: a program per matrix and BK columns, which it reads twice."""
-    tiles_k: constexpr = (K + BK - 1) // BK
-    e = (tl.program_id(0) // tiles_k).to(tl.int64)
-    ks = tl.program_id(0) % tiles_k * BK + tl.arange(0, BK)
-    bits = tl.zeros([BK], tl.int32)
-    for n in range(0, N, BN):
-        ns = n + tl.arange(0, BN)
-        keep = (ns < N)[:, None] & (ks < K)[None, :]
-        x = tl.load(w + e * N * K + ns[:, None] * K + ks[None, :], mask=keep, other=0.0).to(tl.float32)
+def _quantize_rows_of_weight(
+    w, out, scale, most, N: constexpr, K: constexpr, ROWS: constexpr, R: constexpr, BLOCK: constexpr
+):
+    """A scale per row, and the bits of each column's largest value: a program per ROWS of a matrix, R at a time."""
+    blocks: constexpr = (N + ROWS - 1) // ROWS
+    e = (tl.program_id(0) // blocks).to(tl.int64)
+    first = tl.program_id(0) % blocks * ROWS
+    cols = tl.arange(0, BLOCK)
+    bits = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, ROWS, R, num_stages=3):  # loads ahead of the reductions
+        n = first + start + tl.arange(0, R)
+        keep = (n < N)[:, None] & (cols < K)[None, :]
+        x = tl.load(w + (e * N + n)[:, None] * K + cols[None, :], mask=keep, other=0.0).to(tl.float32)
         bits = tl.maximum(bits, _amax(x, 0))
-    s, inverse = _scales(bits)
-    tl.store(scale + e * K + ks, s, mask=ks < K)
-    for n in range(0, N, BN):
-        ns = n + tl.arange(0, BN)
-        keep = (ns < N)[:, None] & (ks < K)[None, :]
-        x = tl.load(w + e * N * K + ns[:, None] * K + ks[None, :], mask=keep, other=0.0).to(tl.float32)
-        q = tl.trans((x * inverse[None, :]).to(out.dtype.element_ty))
-        tl.store(out + e * N * K + ks[:, None] * N + ns[None, :], q, mask=(ks < K)[:, None] & (ns < N)[None, :])
+        _store(x, e * N + n, e * N + N, 0, out, scale, K, K, BLOCK, R, BLOCK)
+    tl.store(most + tl.program_id(0).to(tl.int64) * K + cols, bits, mask=cols < K)
 
 
-def quantize_weight(w: Tensor, group: int) -> tuple[Fp8, Fp8]:
+@triton.jit
+def _quantize_columns(w, most, out, scale, N: constexpr, K: constexpr, BN: constexpr, BK: constexpr):
+    """W^T with a scale per column of W, from the bits of its largest value: a program per BN x BK of a matrix."""
+    tiles_n: constexpr = (N + BN - 1) // BN
+    tiles_k: constexpr = (K + BK - 1) // BK
+    e = (tl.program_id(0) // (tiles_n * tiles_k)).to(tl.int64)
+    tile = tl.program_id(0) % (tiles_n * tiles_k)
+    ns = tile // tiles_k * BN + tl.arange(0, BN)
+    ks = tile % tiles_k * BK + tl.arange(0, BK)
+    s, inverse = _scales(tl.load(most + e * K + ks, mask=ks < K, other=0))
+    tl.store(scale + e * K + ks, s, mask=(ks < K) & (tile < tiles_k))
+    keep = (ns < N)[:, None] & (ks < K)[None, :]
+    x = tl.load(w + e * N * K + ns[:, None] * K + ks[None, :], mask=keep, other=0.0).to(tl.float32)
+    q = tl.trans((x * inverse[None, :]).to(out.dtype.element_ty))
+    tl.store(out + e * N * K + ks[:, None] * N + ns[None, :], q, mask=(ks < K)[:, None] & (ns < N)[None, :])
+
+
+class WeightTiles(NamedTuple):
+    """Of a weight with a scale per row of each form: rows of a program that reads whole ones and its warps, fewer rows
+    for a small weight; then [n, k] and the warps of one that turns a tile."""
+
+    rows: int = 64
+    row_warps: int = 4
+    n: int = 128
+    k: int = 128
+    warps: int = 8
+
+
+WEIGHT_TILES = WeightTiles()  # `benchmarks/kernels.py --tune` measures others
+
+
+def quantize_weight(w: Tensor, group: int, tiles: WeightTiles = WEIGHT_TILES) -> tuple[Fp8, Fp8]:
     """Both forms of W [..., N, K]: `group` 128 is blocks of 128 x 128, 0 a scale per row of each form."""
     (n, k), tail = w.shape[-2:], w.shape[:-2]
     matrices = w.numel() // (n * k)
@@ -355,12 +382,22 @@ def quantize_weight(w: Tensor, group: int) -> tuple[Fp8, Fp8]:
         (nb, kb), (n4, k4) = (n // 128, k // 128), (-(-n // 512) * 4, -(-k // 512) * 4)
         scale, turned_scale = (torch.ones(*tail, *size, device=w.device) for size in ((nb, k4), (kb, n4)))
         _quantize_blocks[(matrices * nb * kb,)](w, data, scale, turned, turned_scale, n, k, n4, k4, 128, num_warps=8)
-        return Fp8(data, scale, w.dtype), Fp8(turned, turned_scale, w.dtype)
-    forward = quantize_rows(w.view(-1, k), 0)
-    turned_scale = torch.empty(*tail, k, 1, device=w.device)
-    _quantize_columns[(matrices * triton.cdiv(k, 32),)](w, turned, turned_scale, n, k, _block(n, 128), 32)
-    scale = forward.scale.view(*tail, n, 1)
-    return Fp8(forward.data.view(w.shape), scale, w.dtype), Fp8(turned, turned_scale, w.dtype)
+    else:
+        rows = tiles.rows
+        while rows > 4 and matrices * n < 1024 * rows:
+            rows //= 2
+        block = triton.next_power_of_2(k)
+        scale, turned_scale = (torch.empty(*tail, size, 1, device=w.device) for size in (n, k))
+        most = torch.empty(matrices, triton.cdiv(n, rows), k, dtype=torch.int32, device=w.device)
+        _quantize_rows_of_weight[(most.shape[0] * most.shape[1],)](
+            *(w, data, scale, most, n, k, rows, min(rows, max(1, 4096 // block)), block),
+            num_warps=max(tiles.row_warps, min(32, block // 1024)),
+        )
+        bn, bk = _block(n, tiles.n), _block(k, tiles.k)
+        _quantize_columns[(matrices * triton.cdiv(n, bn) * triton.cdiv(k, bk),)](
+            *(w, most.amax(1), turned, turned_scale, n, k, bn, bk), num_warps=tiles.warps
+        )
+    return Fp8(data, scale, w.dtype), Fp8(turned, turned_scale, w.dtype)
 
 
 # ---- the product of routed experts -----------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ def _gate_and_up_backward(
     act,
     r,
     w,
+    total,
     cols,
     keep,
     width: constexpr,
@@ -130,21 +131,21 @@ def _gate_and_up_backward(
     OFFSET: constexpr,
     BIAS: constexpr,
 ):
-    """Stores some columns of d gate_up and of w * act; gives d gate and d up as they were stored, and what each column
-    adds to the weight's gradient, fp32."""
+    """Stores some columns of d gate_up and of w * act; gives d gate and d up as they were stored, and `total`, fp32,
+    with what each column adds to the weight's gradient."""
     g, u, g_beyond, u_beyond = _gate_and_up(gate_up, bias, expert, r, cols, keep, width, LIMIT, BIAS)
     u += OFFSET
     d = tl.load(da + r * width + cols, mask=keep, other=0.0).to(tl.float32)
     s = tl.sigmoid(ALPHA * g)
     silu = g * s
-    dw = d * silu * u
+    total += d * silu * u
     tl.store(act + r * width + cols, (w * (silu * u)).to(act.dtype.element_ty), mask=keep)
     d *= w
     dg = tl.where(g_beyond, 0.0, d * u * (s + ALPHA * silu * (1 - s))).to(dgate_up.dtype.element_ty)
     du = tl.where(u_beyond, 0.0, d * silu).to(dgate_up.dtype.element_ty)
     tl.store(dgate_up + r * 2 * width + cols, dg, mask=keep)
     tl.store(dgate_up + r * 2 * width + width + cols, du, mask=keep)
-    return dg, du, dw
+    return dg, du, total
 
 
 @triton.jit
@@ -194,10 +195,9 @@ def _glu_backward(
     for start in tl.static_range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         keep = cols < width
-        _, _, dw = _gate_and_up_backward(
-            da, gate_up, bias, expert, dgate_up, act, r, w, cols, keep, width, ALPHA, LIMIT, OFFSET, BIAS
+        _, _, total = _gate_and_up_backward(
+            da, gate_up, bias, expert, dgate_up, act, r, w, total, cols, keep, width, ALPHA, LIMIT, OFFSET, BIAS
         )
-        total += dw
     tl.store(dweight + r, tl.sum(total, 0))
 
 
