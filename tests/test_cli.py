@@ -13,8 +13,9 @@ import pytest
 
 import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
-from pithtrain import rundir, submit
+from pithtrain import cli, rundir, submit
 from pithtrain.cli import app
+from pithtrain.errors import RunDirError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
 
@@ -215,3 +216,12 @@ def test_resume_refuses_what_would_be_another_run_and_leaves_the_spec(tmp_path: 
     key = change.split("=")[0]
     assert re.search(rf"{re.escape(key)} = .*: was .* and cannot change at a resume; start another run", done.stderr)
     assert run.spec_yaml.read_text() == before
+
+
+def test_train_as_a_rank_of_another_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts the ranks itself: under torchrun each would make the run."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunDirError, match="this is rank 1 of 2"):
+        cli.train(spec_file(tmp_path))
+    assert not (tmp_path / "runs").exists()

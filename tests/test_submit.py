@@ -272,7 +272,7 @@ def test_a_wrong_grid_is_refused(axes: list[str]) -> None:
         submit.grid(axes)
 
 
-# ---- submitit's local executor, for real -----------------------------------------------------------------------------
+# ---- local processes in the background -------------------------------------------------------------------------------
 
 
 def test_case_025_a_local_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -
     assert job["attempt"] == 2
     wait_for(lambda: is_waiting(run, [0, 1], attempt=2))
     assert not run.stop.exists()  # the first attempt's
-    os.kill(int(job["job_id"]), signal.SIGTERM)  # the controller passes it on
+    os.kill(int(job["job_id"]), signal.SIGTERM)  # its launcher passes it on
     assert jobs.wait(run).word == "stopped"
     assert run.log(1, 0).read_text() == first_log
     assert (run.path / "logs" / "latest").resolve() == run.logs(2)
