@@ -155,23 +155,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def start_workers(
-    run: RunDir,
-    ranks: Sequence[int],
-    attempt: int = 1,
-    size: int = 2,
-    command: Sequence[str] = ("-m",),
-    rank_in: str = "RANK",
-    **more: str,
+    run: RunDir, ranks: Sequence[int], attempt: int = 1, size: int = 2, command: Sequence[str] = ("-m",), **more: str
 ) -> list["subprocess.Popen[str]"]:
-    """Worker processes as a launcher without supervision would start them. `rank_in`: the variable that tells each its
-    rank; `more`: further ones."""
+    """Worker processes as a launcher without supervision would start them. `more`: further variables."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
     paths = os.pathsep.join(filter(None, [str(run.code), os.environ.get("PYTHONPATH")]))
     env = clean | {"PYTHONPATH": paths, "PITHTRAIN_ATTEMPT": str(attempt), "WORLD_SIZE": str(size)}
     return [
         subprocess.Popen(
             [sys.executable, *command, "pithtrain.worker", str(run.path)],
-            env=env | {rank_in: str(rank)} | more,
+            env=env | {"RANK": str(rank)} | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -49,7 +49,7 @@ def assert_same(got: Ran, want: Ran, tolerance: float) -> None:
     assert max(distance(got.masters[name], master) for name, master in want.masters.items()) <= 10 * tolerance
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", [x if x == "gpt_oss" else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
 @pytest.mark.usefixtures("traced")
 def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None:
     """Layers that differ in numbers alone share a graph: selection counts, a forced order, weights."""
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("traced")
 def test_regions_are_compiled_for_the_compute_dtype(dtype: str) -> None:
     """Rerun for the backward, with the head's z-loss: bitwise as eager."""

@@ -385,7 +385,7 @@ def host_read_job(place: Place, case: Case) -> dict[str, list[str]]:
     return seen
 
 
-@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_call_of_a_layer_reads_the_device(pool: Pool, dedup: bool) -> None:
     """All host reads are of the counts, in wait_counts, after its one event."""
     for seen in pool.run(2, host_read_job, Case(random_ids(0, [6, 5], 8, 4), 8, 4, dedup)):

@@ -74,6 +74,7 @@ def test_a_stop_inside_the_window_writes_and_the_next_attempt_records_the_rest(c
     assert steps(run_dir.trace(2, 0)) == ["step 4", "step 5"]
 
 
+@pytest.mark.slow
 def test_the_ranks_that_are_named_record_and_rank_zero_tells(corpus: Path, tmp_path: Path) -> None:
     """In processes of their own: torch's profiler has crashed one that had run hundreds of other tests before."""
     fresh = Pool()

@@ -178,6 +178,7 @@ def test_bytes_between_forward_and_backward_shrink(family: str) -> None:
 KINDS = {"qwen3_moe": 3, "deepseek_v2": 4, "deepseek_v3": 4, "gpt_oss": 2}  # before; after: dense, experts; shared
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     "family", [x if x == "qwen3_moe" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES]

@@ -206,6 +206,7 @@ def test_a_training_equals_one_process(pool: Pool, mesh: tuple[int, int, int]) -
     assert_same_run(got, one, loss=1e-6, grads=1e-5, parameters=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rerun_is_bitwise_equal_and_another_seed_rounds_otherwise(pool: Pool) -> None:
     spec = make_spec(1, 1, 2, optimizer=BF16)
     assert_bitwise(*(run_mesh(pool, spec, 3) for _ in range(2)))

@@ -344,6 +344,7 @@ def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -
     assert (run.path / "logs" / "latest").resolve() == run.logs(2)
 
 
+@pytest.mark.slow
 def test_a_run_killed_from_outside_is_lost(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, WAITS_FOR_STOP, ranks=1)
     job = submit.submit(run, spec, "local")
@@ -486,6 +487,7 @@ def test_a_signal_to_the_foreground_saves_and_ends_with_code_4(tmp_path: Path) -
     assert json.loads(run.requeue.read_text())["reason"] == "SIGTERM"
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     deaf = WAITS_FOR_STOP.replace("not watch.should_stop()", "True")
     run, spec = make_run(tmp_path, deaf)
@@ -567,7 +569,7 @@ def workers_of(run: RunDir) -> list[str]:
     return [line for line in found if f"pithtrain.worker {run.path}" in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_stop_in_the_first_moment_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     """Sent as soon as the first worker is there, before any of them has a handler: all hear it and save."""
     run, _ = make_run(tmp_path, WAITS_FOR_STOP)

@@ -32,7 +32,7 @@ def error(run: RunDir, rank: int) -> dict[str, object]:
 # ---- hangs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["step", "save"])
+@pytest.mark.parametrize("phase", ["step", pytest.param("save", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_names_itself_though_all_outlive_the_limit(tmp_path: Path, phase: str) -> None:
     """In `save` its own limit is far away: it learns from the others that they wait in vain."""
     train = f"""
@@ -89,6 +89,7 @@ def run(spec, run_dir, place, watch):
     assert "this process stood still for" in str(error(run, 0)["message"])
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_hangs_is_ended_from_below(tmp_path: Path) -> None:
     """No Python thread runs while the GIL is held; the others then say who is silent."""
     train = """
@@ -124,6 +125,7 @@ def run(spec, run_dir, place, watch):
     assert "rank 1 was killed" in jobs.cause(run, 1).line
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, WAITS_FOR_STOP, ranks=4)
     change_snapshot(run, "watch", **HURRY, START_S=1.0)
@@ -138,7 +140,8 @@ def test_a_slow_start_of_another_host_is_waited_for_and_then_named(tmp_path: Pat
     change_snapshot(run, "watch", **HURRY, START_S=0.5)
     began = time.monotonic()
     step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
-    ends(start_workers(run, [0, 1, 3], size=4, rank_in="SLURM_PROCID", SLURM_STEP_NODELIST="h", **step))
+    step |= {"SLURM_STEP_NODELIST": "h"}
+    ends([task for rank in "013" for task in start_slurm_worker(run, 1, {**step, "SLURM_PROCID": rank})])
     assert time.monotonic() - began > 3
     first = rundir.first_error(run, 1)
     assert first is not None
@@ -491,9 +494,8 @@ dcp_saver.save = _fails
 }
 
 
-@pytest.mark.parametrize(
-    "place", ["forward", pytest.param("loader", marks=pytest.mark.slow), pytest.param("save", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("place", ["forward", "loader", "save"])
+@pytest.mark.slow
 def test_case_161_an_exception_on_rank_1_anywhere_ends_all(tmp_path: Path, place: str) -> None:
     run = real_run(tmp_path, max_steps=100_000, interval=3)
     add(run, *FAULTS[place])

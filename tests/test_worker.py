@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fake_run import FINISHES, WAITS_FOR_STOP, ends, is_waiting, make_run, start_workers, wait_for
-from pithtrain import rundir, slurm, watch, worker
+from fake_run import FINISHES, WAITS_FOR_STOP, change_snapshot, ends, is_waiting, make_run, start_workers, wait_for
+from pithtrain import rundir, slurm, worker
 from pithtrain.errors import RunDirError, SpecError
 from pithtrain.rundir import RunDir
 from pithtrain.world import Place
@@ -170,6 +170,7 @@ def run(spec, run_dir, place, watch):
     {hang}
 """
     run, _ = make_run(tmp_path, train)
+    change_snapshot(run, "watch", POLL_S=0.2, GRACE_S=1.0)
     began = time.monotonic()
     zero, one = ends(start_workers(run, [0, 1]))
     assert time.monotonic() - began < 20
@@ -232,10 +233,11 @@ def test_a_signal_sets_the_flag_and_the_marker_says_where_it_stopped(tmp_path: P
 
 def test_a_stop_marker_of_this_attempt_stops_and_a_stale_one_does_not(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, WAITS_FOR_STOP, ranks=1)
+    change_snapshot(run, "watch", POLL_S=0.2)
     rundir.mark(run.stop, 1)
     tasks = start_workers(run, [0], attempt=2, size=1)
     wait_for(run.metrics.exists)
-    time.sleep(2 * watch.POLL_S)
+    time.sleep(0.5)  # two looks
     assert tasks[0].poll() is None
     rundir.mark(run.stop, 2)
     assert ends(tasks)[0][0] == 0
