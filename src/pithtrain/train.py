@@ -130,16 +130,11 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
         if spec.mesh.ep > 1:
             events.event("transport", of="expert traffic", used=engine.transport.name, why=engine.transport.why)
-        decayed, kept = (
-            sorted({re.sub(r"\.\d+\.", ".*.", p.name) for p in spec.model.config.parameters() if p.decay == decays})
-            for decays in (True, False)
-        )
+        kinds = [(re.sub(r"\.\d+\.", ".*.", p.name), p) for p in spec.model.config.parameters()]
+        decayed, kept = (sorted({name for name, p in kinds if p.decay == decays}) for decays in (True, False))
         events.event("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
         if spec.fp8.enabled:
-            quantized, kept = (
-                sorted({re.sub(r"\.\d+\.", ".*.", p.name) for p in spec.model.config.parameters() if p.fp8 == narrow})
-                for narrow in (True, False)
-            )
+            quantized, kept = (sorted({name for name, p in kinds if p.fp8 == narrow}) for narrow in (True, False))
             events.event("fp8", recipe=spec.fp8.recipe, quantized=quantized, kept=kept)
         if spec.moe.force_load_balance:
             events.event("warning", message=f"moe.force_load_balance: tokens go round robin, so {NOTHING_SAVED}")
