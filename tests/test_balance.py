@@ -101,6 +101,7 @@ def test_case_050_nothing_of_balance_depends_on_the_mesh(
         np.testing.assert_array_equal(biases(masters), biases(want_masters), f"{mesh}")
 
 
+@pytest.mark.slow
 def test_case_055_neither_bias_nor_global_shares_see_the_micro_batches(pool: Pool) -> None:
     """2, 4, 8 and 16 micro-batches of the same global batch; also trap 8. bal of `aux_loss` is a micro-batch's own."""
     want, want_grads, want_masters = went(pool, balance_spec(training={"micro_batch_size": 8}))
@@ -409,6 +410,7 @@ class Saves(Watch):
         return self.run.save.exists()
 
 
+@pytest.mark.slow
 def test_forced_routing_is_even_says_so_and_saves_nothing(
     pool: Pool, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def test_every_command_has_help_with_an_example_that_it_takes(command: str) -> N
 
 
 def test_help_and_validate_answer_within_a_second(tmp_path: Path) -> None:
-    """Processor seconds of whole processes, best of three: what the wall shows where no other process competes."""
+    """Processor seconds of whole processes, in one of three: what the wall shows where no other process competes."""
     config = spec_file(tmp_path)
     for arguments in (["--help"], ["validate", config], ["plan", config]):
         seconds: list[float] = []
@@ -53,6 +53,8 @@ def test_help_and_validate_answer_within_a_second(tmp_path: Path) -> None:
             assert pithtrain(*arguments, cwd=tmp_path).returncode == 0
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            if seconds[-1] < 1.0:
+                break
         assert min(seconds) < 1.0, (arguments, seconds)
 
 

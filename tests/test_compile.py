@@ -58,7 +58,8 @@ def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.usefixtures("traced")
 def test_regions_are_compiled_for_the_compute_dtype(dtype: str) -> None:
     """Rerun for the backward, with the head's z-loss: bitwise as eager."""

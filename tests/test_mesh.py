@@ -78,7 +78,7 @@ def test_fp32_equals_one_process(pool: Pool, one_process: Callable[[str, str], R
     assert_same_run(got, one_process(variant, "float32"), loss=1e-6, grads=1e-5, parameters=1e-4)
 
 
-@every_mesh("five layers", (2, 2, 1), (1, 1, 2))
+@every_mesh("five layers", (2, 2, 1))
 def test_float64_equals_one_process(
     pool: Pool, one_process: Callable[[str, str], Ran], mesh: Mesh, variant: str
 ) -> None:
@@ -194,6 +194,7 @@ def assert_bitwise(a: Ran, b: Ran) -> None:
             np.testing.assert_array_equal(tensor, theirs[name], name)
 
 
+@pytest.mark.slow
 def test_case_096_the_number_of_micro_batches_does_not_change_the_gradient(pool: Pool) -> None:
     """Two sequences a micro-batch instead of one: the loss is a mean over the tokens of the global batch (case 103).
 

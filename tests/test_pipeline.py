@@ -226,6 +226,7 @@ def keep_last(done: Any, pp: int, seen: list[tuple[str, int, float]]) -> Any:
 # ---- (e) and (h): gradients on the mesh ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_case_071_expert_gradients_are_not_scaled_by_ep(pool: Pool) -> None:
     """The ratio is 1 before any optimizer could hide it; likewise case 75 for everything upstream of an MoE block."""
     want = run_mesh(pool, make_spec(training=FLOAT64))

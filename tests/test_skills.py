@@ -118,6 +118,7 @@ def test_a_wrong_spec_is_refused_before_anything_is_made(tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_exists_is_refused(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES)
     lines = skill(SUBMIT, tmp_path / "fake.yaml")

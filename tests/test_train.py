@@ -466,6 +466,7 @@ def test_resume_on_another_mesh_goes_on_as_if_nothing_happened(pool: Pool, corpu
         assert norm == pytest.approx(want_norm, rel=1e-4), step
 
 
+@pytest.mark.slow
 def test_case_016_resume_names_another_run(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """A path is where a fresh run begins; its own progress wins from then on (case 16)."""
     spec = train_spec(corpus)

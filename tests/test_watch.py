@@ -110,6 +110,7 @@ def run(spec, run_dir, place, watch):
     assert "rank 1 stopped answering" in jobs.cause(run, 1).line
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_ends_the_others_without_any_supervision(tmp_path: Path) -> None:
     """In its first second, and with no connection between them that could break."""
     train = """
@@ -298,6 +299,7 @@ def test_a_save_marker_of_this_attempt_is_heard_once_and_vanishes(tmp_path: Path
     assert run.log(2, 0).read_text().count("saving") == 1
 
 
+@pytest.mark.slow
 def test_the_job_s_comment_tells_how_far_it_is_and_a_missing_scontrol_is_nothing(tmp_path: Path) -> None:
     train = """
 def run(spec, run_dir, place, watch):

@@ -38,12 +38,7 @@ class PithtrainError(Exception):
     retry = False
 
 
-@dataclass(frozen=True)
-class Absent:
-    """Stands for the value of a key that is not there: a message shows no value then."""
-
-
-ABSENT = Absent()
+ABSENT = object()  # stands for the value of a key that is not there: a message shows no value then
 
 
 def show(value: object) -> str:
@@ -68,7 +63,7 @@ class Problem:
         shown = show(self.value)
         if not self.path:
             text = self.rule
-        elif self.value == ABSENT:
+        elif self.value is ABSENT:
             text = f"{self.path}: {self.rule}"
         else:
             text = f"{self.path} = {shown}: {self.rule}"

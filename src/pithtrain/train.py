@@ -27,7 +27,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -421,7 +420,11 @@ def _resume(
     Rank 0 chooses and checks, since on a shared file system ranks may see different folders for a while.
     """
 
-    world, report = engine.world, partial(_report_skipped, events)
+    world = engine.world
+
+    def report(reason: str) -> None:
+        if events is not None:
+            events.event("skipped_checkpoint", reason=reason)
 
     def choose() -> list[Path]:
         found = catalog.complete(run_dir.checkpoints, report)  # its own progress wins: a requeue goes on
@@ -486,11 +489,6 @@ def _resume(
             for note in told:
                 events.event("warning", message=note)
     return Position(step=0, samples=0)
-
-
-def _report_skipped(events: Events | None, reason: str) -> None:
-    if events is not None:
-        events.event("skipped_checkpoint", reason=reason)
 
 
 def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str, Any]:

@@ -412,6 +412,11 @@ def end_attempt(run: RunDir, attempt: int, ended: str, exit_code: int) -> None:
     rundir.record_attempt(run, attempt, **fields, **rundir.attempt_steps(run, attempt))
 
 
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def node_name() -> str:
     """This node's name as Slurm's options take it; it need not be the host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -41,7 +41,7 @@ from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, St
 from pithtrain.rundir import RunDir
 from pithtrain.slurm import hostnames
 from pithtrain.spec import load
-from pithtrain.watch import Watch, end_attempt, standing
+from pithtrain.watch import Watch, end_attempt, standing, usable_cores
 
 if TYPE_CHECKING:
     from pithtrain.world import Place
@@ -140,8 +140,7 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
     here = seat(env)
     cpus = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
     if not cpus:
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        cpus = max(1, usable // here.local_world_size)
+        cpus = max(1, usable_cores() // here.local_world_size)
     wanted = {"OMP_NUM_THREADS": str(cpus)}
     if here.launcher != "slurm":
         wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

@@ -14,8 +14,9 @@ FLOPs per token (forward and backward, `6 x` the weights a token meets, plus the
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
@@ -179,23 +180,13 @@ TINY = Config(
     initializer_range=0.02,
 )
 
-VARIANTS: dict[str, dict[str, object]] = {
-    "tied head": {"tie_word_embeddings": True, "initializer_range": 0.05},
-    "biases, no renormalisation": {"attention_bias": True, "norm_topk_prob": False, "max_position_embeddings": 64},
-    "every second layer MoE, wide heads": {"mlp_only_layers": [], "decoder_sparse_step": 2, "head_dim": 16},
-    "eps, rope base, top-4": {
-        "rms_norm_eps": 1e-3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-        "num_experts_per_tok": 4,
-    },
-    "one key/value head": {"num_key_value_heads": 1, "mlp_only_layers": [1, 3], "max_position_embeddings": 4096},
-    "other sizes": {
-        "vocab_size": 96,
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 24,
-        "num_experts": 6,
-    },
-}
+VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
+tied head: {tie_word_embeddings: true, initializer_range: 0.05}
+biases, no renormalisation: {attention_bias: true, norm_topk_prob: false, max_position_embeddings: 64}
+every second layer MoE, wide heads: {mlp_only_layers: [], decoder_sparse_step: 2, head_dim: 16}
+eps, rope base, top-4: {rms_norm_eps: 0.001, rope_parameters: {rope_type: default, rope_theta: 500.0},
+  num_experts_per_tok: 4}
+one key/value head: {num_key_value_heads: 1, mlp_only_layers: [1, 3], max_position_embeddings: 4096}
+other sizes: {vocab_size: 96, hidden_size: 48, num_hidden_layers: 3, num_attention_heads: 6, intermediate_size: 40,
+  moe_intermediate_size: 24, num_experts: 6}
+""")
