@@ -179,7 +179,6 @@ class Config(Strict):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def is_moe(self, layer: int) -> bool:
-        """Whether this layer (from 0) has routed experts."""
         return layer >= self.first_k_dense_replace
 
     def _projections(self) -> Iterator[tuple[str, int, int, bool]]:
@@ -217,7 +216,6 @@ class Config(Strict):
         yield from mlp(f"{prefix}.mlp.shared_experts", H, self.n_shared_experts * I, std, layer, bias=self.mlp_bias)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every parameter once, under its canonical name."""
         return whole_table(self, self.initializer_range, self._layer_parameters)
 
     def hf_tensors(self) -> tuple[HfTensor, ...]:
@@ -253,7 +251,6 @@ class Config(Strict):
         return weights + (self.n_routed_experts + experts) * self.hidden_size
 
     def attention_flops(self, layer: int, sequence_length: int) -> float:
-        """Of the attention core, per token."""
         return 6 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * causal_keys(sequence_length)
 
     def carried(self, layer: int) -> Carried:

@@ -177,7 +177,6 @@ class Config(Strict):
         yield vector(f"{prefix}.mlp.experts.down_proj_bias", (E, H), "zeros", layer)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every parameter once, under its canonical name."""
         return whole_table(self, self.initializer_range, self._layer_parameters)
 
     def hf_tensors(self) -> tuple[HfTensor, ...]:
@@ -194,13 +193,11 @@ class Config(Strict):
         return {"architectures": ["GptOssForCausalLM"], **fields, "rope_scaling": scaling, "rope_theta": theta}
 
     def linear_weights(self, layer: int) -> int:
-        """Weights of one layer that a token meets in matrix products: k of the E experts."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads  # q and o, k and v
         experts = 3 * self.num_experts_per_tok * self.intermediate_size
         return (heads * self.head_dim + self.num_experts + experts) * self.hidden_size
 
     def attention_flops(self, layer: int, sequence_length: int) -> float:
-        """Of the attention core, per token."""
         keys = causal_keys(sequence_length, self.window(layer))
         return 6 * self.num_attention_heads * 2 * self.head_dim * keys
 

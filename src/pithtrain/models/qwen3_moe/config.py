@@ -104,7 +104,6 @@ class Config(Strict):
         return self
 
     def is_moe(self, layer: int) -> bool:
-        """Whether this layer (from 0) has routed experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def _layer_parameters(self, layer: int) -> Iterator[Parameter]:
@@ -126,7 +125,6 @@ class Config(Strict):
             yield from mlp(f"{prefix}.mlp", H, self.intermediate_size, std, layer)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every parameter once, under its canonical name."""
         return whole_table(self, self.initializer_range, self._layer_parameters)
 
     def hf_tensors(self) -> tuple[HfTensor, ...]:
@@ -139,7 +137,6 @@ class Config(Strict):
         return {"architectures": ["Qwen3MoeForCausalLM"], **fields, "rope_theta": self.rope_parameters.rope_theta}
 
     def linear_weights(self, layer: int) -> int:
-        """Weights of one layer that a token meets in matrix products: k of the E experts."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads  # q and o, k and v
         weights = heads * self.head_dim * self.hidden_size
         if not self.is_moe(layer):
@@ -148,7 +145,6 @@ class Config(Strict):
         return weights + (self.num_experts + experts) * self.hidden_size
 
     def attention_flops(self, layer: int, sequence_length: int) -> float:
-        """Of the attention core, per token."""
         return 6 * self.num_attention_heads * 2 * self.head_dim * causal_keys(sequence_length)
 
     def carried(self, layer: int) -> Carried:
