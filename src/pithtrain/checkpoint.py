@@ -603,15 +603,13 @@ def _state(zero: Zero, world: World, shards: Mapping[str, Tensor]) -> dict[str, 
     """DTensors over this rank's own shards, or copies of them: saving reads them, loading writes them in place."""
     device = next((shard.device.type for shard in shards.values()), "cpu")  # one and the same for all
     meshes = {kind: _mesh(world, kind, device) for kind in ("dense", "expert")}
-    return {key: as_dtensor(one, shards[key], meshes[one.info.kind]) for key, one, _ in _shards(zero) if key in shards}
-
-
-def as_dtensor(one: Sharded, shard: Tensor, mesh: DeviceMesh) -> DTensor:
-    """`shard` as this rank's piece of a tensor of the parameter's whole shape."""
-    shape = torch.Size(one.info.stored_shape)
-    stride = torch.empty(shape, device="meta").stride()
-    placements = [Shard(0)] * mesh.ndim
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    state: dict[str, Any] = {}
+    for key, one, _ in _shards(zero):
+        if key in shards:
+            whole, mesh = torch.empty(one.info.stored_shape, device="meta"), meshes[one.info.kind]
+            form = {"shape": whole.shape, "stride": whole.stride()}
+            state[key] = DTensor.from_local(shards[key], mesh, [Shard(0)] * mesh.ndim, run_check=False, **form)
+    return state
 
 
 def _mesh(world: World, kind: str, device: str) -> DeviceMesh:

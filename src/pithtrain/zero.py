@@ -178,13 +178,15 @@ class Zero:
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
         self._trained = [one for one in self.sharded.values() if one.info.trained]
         for one in self._trained:
-            groups.setdefault(_bucket_key(one.info), []).append(one)
+            # a layer's dense parameters, or its experts; embedding, final norm and head each alone
+            kind = one.info.name if one.info.layer is None else one.info.kind
+            groups.setdefault((one.info.layer, kind), []).append(one)
         self._buckets = [
             Bucket(members, sum(2 if one.info.name == tied else 1 for one in members)) for members in groups.values()
         ]
         self._units: dict[int | str, list[Sharded]] = {}  # what `arrived` is asked for, in the order of first use
         for one in self.sharded.values():
-            self._units.setdefault(_unit(one.info), []).append(one)
+            self._units.setdefault(one.info.name if one.info.layer is None else one.info.layer, []).append(one)
         self._coming: dict[int | str, Sequence[dist.Work | None]] = {}
         self._updates = torch.zeros((), dtype=torch.float32, device=world.device)
         self._kernels = world.device.type == "cuda" and dtype == torch.bfloat16
@@ -263,15 +265,6 @@ class Zero:
     def _publish(self, unit: int | str, written: bool) -> None:
         """`written`: AdamW's kernel has written the weights of this rank that it trains."""
         self._coming[unit] = [one.publish(written and one.info.trained) for one in self._units[unit]]
-
-
-def _unit(info: Parameter) -> int | str:
-    return info.name if info.layer is None else info.layer
-
-
-def _bucket_key(info: Parameter) -> tuple[int | None, str]:
-    """A layer's dense parameters, or its experts; embedding, final norm and head each alone."""
-    return info.layer, info.kind if info.layer is not None else info.name
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:
