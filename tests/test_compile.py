@@ -118,7 +118,8 @@ def test_case_167_the_real_compiler_on_this_machine() -> None:
     assert counters["stats"]["unique_graphs"] == KINDS["qwen3_moe"]
 
 
-@pytest.mark.parametrize("family", [x if x == "gpt_oss" else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.usefixtures("traced")
 def test_nothing_is_compiled_again_whatever_the_documents(family: str) -> None:
     """Their number and lengths reach no region: 12 steps of other documents, from the graphs of streams."""

@@ -284,6 +284,7 @@ def test_copies_into_the_peers_memory_are_bitwise_the_collectives(pool: Pool, tm
         assert [ours["rows_sent"] for ours in found] == [ours["rows_sent"] for ours in want]
 
 
+@pytest.mark.slow
 def test_more_rows_than_fit_are_an_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     """Rank 1 of three would receive 5 rows, and neither it nor those who send nothing there wait for the others."""
     ids: tuple[Ids, ...] = (((2, 3), (2, 1), (3, 2)), ((0, 1), (2, 3)), ((3, 2), (4, 5)))

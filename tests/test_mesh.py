@@ -161,7 +161,8 @@ def test_plain_dispatch_is_bitwise_equal_to_dedup(pool: Pool, top_k: int) -> Non
     assert_bitwise(*runs)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 1, 2)], ids=mesh_name)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)], ids=mesh_name)
 def test_rerun_is_bitwise_equal(pool: Pool, mesh: Mesh) -> None:
     assert_bitwise(*(run_mesh(pool, make_spec(*mesh), STEPS) for _ in range(2)))
 

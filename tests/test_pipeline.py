@@ -278,6 +278,7 @@ def wrapped_job(place: Place, fields: dict[str, Any]) -> dict[str, list[tuple[st
         return calls
 
 
+@pytest.mark.slow
 def test_case_079_every_collective_runs_on_gloo_in_one_order_per_communicator(pool: Pool) -> None:
     """Ranks that share a communicator launch the same calls in the same order: what NCCL would hang on otherwise."""
     spec = make_spec(2, 2, 2)

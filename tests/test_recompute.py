@@ -74,7 +74,7 @@ def alone(spec: RunSpec, steps: int = 2) -> Ran:
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f == "gpt_oss" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_recomputing_is_bitwise_keeping(family: str) -> None:
     """Whole, overlapped and split backwards; every kind of router and of balance loss."""
     want = alone(spec_of(family, "none"))

@@ -315,6 +315,7 @@ def run(spec, run_dir, place, watch):
 """
 
 
+@pytest.mark.slow
 def test_a_local_rank_that_is_killed_is_named_though_only_its_peers_could_write(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, RANK_1_IS_KILLED)
     submit.submit(run, spec, "local")

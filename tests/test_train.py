@@ -157,14 +157,8 @@ def stop_job(place: Place, fields: dict[str, Any], folder: Path, phase: Phase) -
     return run(from_dict(fields), RunDir(folder), place, StopsAt(RunDir(folder), place, phase))
 
 
-@pytest.mark.parametrize(
-    ("phase", "at"),
-    [
-        pytest.param("load", 0, marks=pytest.mark.slow),
-        ("first_step", 1),
-        pytest.param("step", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "at"), [("load", 0), ("first_step", 1), ("step", 2)])
 def test_case_159_a_stop_while_it_starts_is_heard_at_the_next_boundary(
     pool: Pool, corpus: Path, tmp_path: Path, phase: Phase, at: int
 ) -> None:
