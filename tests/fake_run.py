@@ -164,7 +164,7 @@ def start_workers(
     return [
         subprocess.Popen(
             [sys.executable, *command, "pithtrain.worker", str(run.path)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more,
+            env=env | {"RANK": str(rank)} | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -306,7 +306,10 @@ class Pool:
     """Up to `size` processes that run jobs together."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # forks of a process that has imported torch once; a fork cannot use a GPU that was looked at before
+        how = "spawn" if torch.cuda.is_available() else "forkserver"
+        self._context = multiprocessing.get_context(how)
+        self._context.set_forkserver_preload(["harness"])
         self._workers: list[tuple[Any, Any]] = []
 
     def run(self, size: int, job: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:

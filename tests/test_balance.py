@@ -77,14 +77,23 @@ def biases(masters: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "kind", ["global_aux_loss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("seq_aux_loss", "aux_loss"))]
+    ("kind", "meshes"),
+    [
+        ("global_aux_loss", [(2, 1, 2)]),
+        *(
+            pytest.param(kind, [(2, 1, 2), (1, 2, 2), (2, 2, 1)], marks=pytest.mark.slow)
+            for kind in ("global_aux_loss", "seq_aux_loss", "aux_loss")
+        ),
+    ],
 )
-def test_case_050_nothing_of_balance_depends_on_the_mesh(pool: Pool, kind: str) -> None:
+def test_case_050_nothing_of_balance_depends_on_the_mesh(
+    pool: Pool, kind: str, meshes: list[tuple[int, int, int]]
+) -> None:
     """Loss, bal, z and gradients up to rounding, the biases bit for bit."""
     want, want_grads, want_masters = went(pool, balance_spec(kind=kind))
     assert (want[:, 1:][:, MOE] >= 0.99).all() and want[-1, 1 + MOE[0]] > 1.001
     assert (biases(want_masters) != 0).any() and np.abs(biases(want_masters)).max() <= STEPS * RATE * (1 + 1e-6)
-    for mesh in [(2, 1, 2), (1, 2, 2), (2, 2, 1)]:
+    for mesh in meshes:
         got, grads, masters = went(pool, balance_spec(*mesh, kind=kind))
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=0, err_msg=f"{mesh}")
         for name, grad in want_grads.items():
@@ -92,6 +101,7 @@ def test_case_050_nothing_of_balance_depends_on_the_mesh(pool: Pool, kind: str) 
         np.testing.assert_array_equal(biases(masters), biases(want_masters), f"{mesh}")
 
 
+@pytest.mark.slow
 def test_case_055_neither_bias_nor_global_shares_see_the_micro_batches(pool: Pool) -> None:
     """2, 4, 8 and 16 micro-batches of the same global batch; also trap 8. bal of `aux_loss` is a micro-batch's own."""
     want, want_grads, want_masters = went(pool, balance_spec(training={"micro_batch_size": 8}))
@@ -107,7 +117,9 @@ def test_case_055_neither_bias_nor_global_shares_see_the_micro_batches(pool: Poo
 # ---- what is trained on ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "seq_aux_loss" else pytest.mark.slow) for kind in KINDS]
+)
 def test_case_054_the_total_is_the_loss_and_each_coefficient_times_its_metric(kind: str) -> None:
     """The gradient of the routers is that of loss + MoE layers x (coef x aux_loss + z_loss_coef x router_z_loss), by
     differences, after a step that has left counts and biases uneven. The loss that is logged has none of the others: it
@@ -180,6 +192,7 @@ def ones_up(rate: float = 0.001) -> tuple[RunSpec, torch.Tensor]:
     return spec, counts_E.expand(V3.num_hidden_layers, -1)
 
 
+@pytest.mark.slow
 def test_case_057_a_thousand_small_steps_arrive(tmp_path: Path) -> None:
     """In bf16 1.0 stalls at 0.5: +0.001 is below half of its spacing there. fp32 in memory, in the checkpoint and after
     a load, and in the weight that the router reads."""
@@ -376,6 +389,7 @@ def test_a_line_has_the_figures_of_balance_and_now_and_then_every_expert(corpus:
     assert lines(tmp_path / "none")[0]["aux_loss"] is lines(tmp_path / "none")[0]["router_z_loss"] is None
 
 
+@pytest.mark.slow
 def test_a_resume_writes_the_histograms_of_the_straight_run(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """Which lines have them follows from the step alone, not from where the attempt began."""
     spec = run_spec(corpus, logging={"interval": 3, "expert_load_interval": 4})
@@ -396,6 +410,7 @@ class Saves(Watch):
         return self.run.save.exists()
 
 
+@pytest.mark.slow
 def test_forced_routing_is_even_says_so_and_saves_nothing(
     pool: Pool, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -480,7 +495,7 @@ def poisoned_job(
         return str(error.value)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_case_060_router_logits_that_are_not_finite_are_named(
     pool: Pool, corpus: Path, tmp_path: Path, bad: float
 ) -> None:

@@ -62,6 +62,7 @@ def sets(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
+@pytest.mark.slow
 def test_throughput_prints_one_table_and_the_same_as_json(
     throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
-from pithtrain import rundir, submit
+from pithtrain import cli, rundir, submit
 from pithtrain.cli import app
+from pithtrain.errors import RunDirError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
 
@@ -35,14 +37,14 @@ def pithtrain(*arguments: object, cwd: Path, **env: str) -> "subprocess.Complete
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example_that_it_takes(command: str, tmp_path: Path) -> None:
-    done = pithtrain(command, "--help", cwd=tmp_path, COLUMNS="200")
-    assert done.returncode == 0
+def test_every_command_has_help_with_an_example_that_it_takes(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
     assert re.search(rf"Example:\s+pithtrain {command}\b", done.stdout), done.stdout
 
 
 def test_help_and_validate_answer_within_a_second(tmp_path: Path) -> None:
-    """Processor seconds of whole processes, best of three: what the wall shows where no other process competes."""
+    """Processor seconds of whole processes, in one of three: what the wall shows where no other process competes."""
     config = spec_file(tmp_path)
     for arguments in (["--help"], ["validate", config], ["plan", config]):
         seconds: list[float] = []
@@ -51,6 +53,8 @@ def test_help_and_validate_answer_within_a_second(tmp_path: Path) -> None:
             assert pithtrain(*arguments, cwd=tmp_path).returncode == 0
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            if seconds[-1] < 1.0:
+                break
         assert min(seconds) < 1.0, (arguments, seconds)
 
 
@@ -215,3 +219,12 @@ def test_resume_refuses_what_would_be_another_run_and_leaves_the_spec(tmp_path: 
     key = change.split("=")[0]
     assert re.search(rf"{re.escape(key)} = .*: was .* and cannot change at a resume; start another run", done.stderr)
     assert run.spec_yaml.read_text() == before
+
+
+def test_train_as_a_rank_of_another_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts the ranks itself: under torchrun each would make the run."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunDirError, match="this is rank 1 of 2"):
+        cli.train(spec_file(tmp_path))
+    assert not (tmp_path / "runs").exists()

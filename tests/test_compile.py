@@ -49,7 +49,7 @@ def assert_same(got: Ran, want: Ran, tolerance: float) -> None:
     assert max(distance(got.masters[name], master) for name, master in want.masters.items()) <= 10 * tolerance
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", [x if x == "gpt_oss" else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
 @pytest.mark.usefixtures("traced")
 def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None:
     """Layers that differ in numbers alone share a graph: selection counts, a forced order, weights."""
@@ -58,6 +58,7 @@ def test_gradients_are_those_of_eager_from_one_graph_a_kind(family: str) -> None
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.usefixtures("traced")
 def test_regions_are_compiled_for_the_compute_dtype(dtype: str) -> None:
@@ -117,7 +118,8 @@ def test_case_167_the_real_compiler_on_this_machine() -> None:
     assert counters["stats"]["unique_graphs"] == KINDS["qwen3_moe"]
 
 
-@pytest.mark.parametrize("family", [x if x == "gpt_oss" else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.usefixtures("traced")
 def test_nothing_is_compiled_again_whatever_the_documents(family: str) -> None:
     """Their number and lengths reach no region: 12 steps of other documents, from the graphs of streams."""

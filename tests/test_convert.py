@@ -833,6 +833,7 @@ getattr(convert, sys.argv[1])(Path(sys.argv[2]), Path(sys.argv[3]), progress=pro
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["export_hf", "import_hf"])
 def test_one_that_is_killed_leaves_no_folder_and_what_lies_there_is_not_deleted(
     function: str, source: Path, exported: Path, tmp_path: Path

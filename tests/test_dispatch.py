@@ -284,6 +284,7 @@ def test_copies_into_the_peers_memory_are_bitwise_the_collectives(pool: Pool, tm
         assert [ours["rows_sent"] for ours in found] == [ours["rows_sent"] for ours in want]
 
 
+@pytest.mark.slow
 def test_more_rows_than_fit_are_an_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     """Rank 1 of three would receive 5 rows, and neither it nor those who send nothing there wait for the others."""
     ids: tuple[Ids, ...] = (((2, 3), (2, 1), (3, 2)), ((0, 1), (2, 3)), ((3, 2), (4, 5)))
@@ -385,7 +386,7 @@ def host_read_job(place: Place, case: Case) -> dict[str, list[str]]:
     return seen
 
 
-@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_call_of_a_layer_reads_the_device(pool: Pool, dedup: bool) -> None:
     """All host reads are of the counts, in wait_counts, after its one event."""
     for seen in pool.run(2, host_read_job, Case(random_ids(0, [6, 5], 8, 4), 8, 4, dedup)):

@@ -244,7 +244,7 @@ def test_wandb_gets_figures_of_layers_and_no_histograms(tmp_path: Path) -> None:
     ("env", "said"),
     [
         ({}, "not logged in"),
-        ({"WANDB_API_KEY": "short"}, "W&B: "),
+        pytest.param({"WANDB_API_KEY": "short"}, "W&B: ", marks=pytest.mark.slow),
         pytest.param(
             {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "W&B: ", marks=pytest.mark.slow
         ),

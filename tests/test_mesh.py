@@ -39,18 +39,23 @@ def mesh_name(mesh: Mesh) -> str:
     return "pp{}dp{}ep{}".format(*mesh)
 
 
-def variants(fast: str) -> list[Any]:
-    """All of them; `make test-fast` plays one."""
-    return [pytest.param(v, marks=() if v == fast else pytest.mark.slow) for v in VARIANTS]
+def every_mesh(fast_variant: str, *fast: Mesh) -> pytest.MarkDecorator:
+    """Each variant on each mesh; `make test-fast` plays one on a few."""
+    cases = [(mesh, variant, variant == fast_variant and mesh in fast) for mesh in MESHES for variant in VARIANTS]
+    marked = [
+        pytest.param(mesh, variant, marks=() if plays else pytest.mark.slow, id=f"{mesh_name(mesh)}-{variant}")
+        for mesh, variant, plays in cases
+    ]
+    return pytest.mark.parametrize(("mesh", "variant"), marked)
 
 
 @pytest.fixture(scope="module")
-def one_process(pool: Pool) -> dict[tuple[str, str], Ran]:
-    return {
-        (variant, dtype): run_mesh(pool, make_spec(**changes, training={"compute_dtype": dtype}), STEPS)
-        for variant, changes in VARIANTS.items()
-        for dtype in ("float32", "float64")
-    }
+def one_process(pool: Pool) -> Callable[[str, str], Ran]:
+    @cache
+    def ran(variant: str, dtype: str) -> Ran:
+        return run_mesh(pool, make_spec(**VARIANTS[variant], training={"compute_dtype": dtype}), STEPS)
+
+    return ran
 
 
 def assert_same_run(got: Ran, want: Ran, loss: float, grads: float, parameters: float) -> None:
@@ -67,21 +72,19 @@ def assert_same_run(got: Ran, want: Ran, loss: float, grads: float, parameters: 
         assert distance(got.masters[name], master) <= parameters, f"{name} after {STEPS} steps"
 
 
-@pytest.mark.parametrize("variant", variants(fast="plain"))
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_name)
-def test_fp32_equals_one_process(pool: Pool, one_process: dict[tuple[str, str], Ran], mesh: Mesh, variant: str) -> None:
+@every_mesh("plain", (1, 2, 1), (2, 1, 2))
+def test_fp32_equals_one_process(pool: Pool, one_process: Callable[[str, str], Ran], mesh: Mesh, variant: str) -> None:
     got = run_mesh(pool, make_spec(*mesh, **VARIANTS[variant]), STEPS)
-    assert_same_run(got, one_process[variant, "float32"], loss=1e-6, grads=1e-5, parameters=1e-4)
+    assert_same_run(got, one_process(variant, "float32"), loss=1e-6, grads=1e-5, parameters=1e-4)
 
 
-@pytest.mark.parametrize("variant", variants(fast="five layers"))
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_name)
+@every_mesh("five layers", (2, 2, 1))
 def test_float64_equals_one_process(
-    pool: Pool, one_process: dict[tuple[str, str], Ran], mesh: Mesh, variant: str
+    pool: Pool, one_process: Callable[[str, str], Ran], mesh: Mesh, variant: str
 ) -> None:
     changes = {**VARIANTS[variant], **FLOAT64}
     got = run_mesh(pool, make_spec(*mesh, **changes), STEPS)
-    assert_same_run(got, one_process[variant, "float64"], loss=1e-9, grads=1e-9, parameters=1e-9)
+    assert_same_run(got, one_process(variant, "float64"), loss=1e-9, grads=1e-9, parameters=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +107,9 @@ def test_each_family_equals_one_process(
     assert_same_run(got, one_process_of(family, "float32"), loss=1e-6, grads=1e-5, parameters=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "deepseek_v3" else pytest.mark.slow) for f in FAMILIES]
+)
 def test_each_family_equals_one_process_in_float64(
     pool: Pool, one_process_of: Callable[[str, str], Ran], family: str
 ) -> None:
@@ -118,9 +123,10 @@ def test_each_family_equals_one_process_in_float64(
         assert bias.any()
 
 
-def test_float64_and_fp32_are_the_same_model(one_process: dict[tuple[str, str], Ran]) -> None:
+@pytest.mark.slow
+def test_float64_and_fp32_are_the_same_model(one_process: Callable[[str, str], Ran]) -> None:
     """The two families of the tests above are one run: fp32 differs from float64 by its rounding alone."""
-    single, double = one_process["plain", "float32"], one_process["plain", "float64"]
+    single, double = one_process("plain", "float32"), one_process("plain", "float64")
     np.testing.assert_allclose(single.losses, double.losses, rtol=1e-5)
 
 
@@ -155,6 +161,7 @@ def test_plain_dispatch_is_bitwise_equal_to_dedup(pool: Pool, top_k: int) -> Non
     assert_bitwise(*runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)], ids=mesh_name)
 def test_rerun_is_bitwise_equal(pool: Pool, mesh: Mesh) -> None:
     assert_bitwise(*(run_mesh(pool, make_spec(*mesh), STEPS) for _ in range(2)))
@@ -188,6 +195,7 @@ def assert_bitwise(a: Ran, b: Ran) -> None:
             np.testing.assert_array_equal(tensor, theirs[name], name)
 
 
+@pytest.mark.slow
 def test_case_096_the_number_of_micro_batches_does_not_change_the_gradient(pool: Pool) -> None:
     """Two sequences a micro-batch instead of one: the loss is a mean over the tokens of the global batch (case 103).
 
@@ -267,10 +275,8 @@ def test_case_109_148_cut_sequences_and_documents(
         assert_same_run(got, want, 1e-9, 1e-9, 1e-9)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["seq_aux_loss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("none", "aux_loss", "global_aux_loss"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"])
 def test_case_051_balance_counts_every_token_of_a_cut_sequence_once(pool: Pool, kind: str) -> None:
     """The losses, their gradients and the counts of each kind, with coefficients that outweigh the loss."""
     coefs = {"aux_loss_coef": 0.0 if kind == "none" else 1.0, "z_loss_coef": 0.5}
@@ -283,6 +289,7 @@ def test_case_051_balance_counts_every_token_of_a_cut_sequence_once(pool: Pool, 
     assert (want.balance[1][1:] >= 0.9).all() == (kind != "none")
 
 
+@pytest.mark.slow
 def test_forced_routing_is_that_of_whole_sequences(pool: Pool) -> None:
     """24 tokens: chunks of 6, which are no whole rounds over the experts."""
     moe = {"load_balance_type": "none", "aux_loss_coef": 0.0, "force_load_balance": True}

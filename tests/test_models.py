@@ -356,7 +356,7 @@ def test_case_166_experts_begin_with_the_spread_of_a_dense_matrix(name: str, cou
 # ---- the mesh, and the objective -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", [n if n == "gpt_oss" else pytest.param(n, marks=pytest.mark.slow) for n in FOLDERS])
 def test_initial_weights_do_not_depend_on_the_mesh(pool: Pool, name: str) -> None:
     """Bitwise; five layers, so that stages are uneven."""
     model = {"num_hidden_layers": 5, **({"layer_types": None} if "layer_types" in fields_of(tiny(name)) else {})}

@@ -144,6 +144,7 @@ def silent_job(place: Place, fields: dict[str, Any]) -> tuple[float, Any]:
         return engine.zero.grad_norm().item(), grads
 
 
+@pytest.mark.slow
 def test_case_098_a_tied_embedding_is_one_parameter_with_two_gradients(pool: Pool) -> None:
     """In the V both ends are on rank 0, so there is no copy that could drift; equality over meshes is in test_mesh."""
     spec = make_spec(2, 1, 1, model={"tie_word_embeddings": True})
@@ -156,6 +157,7 @@ def test_case_098_a_tied_embedding_is_one_parameter_with_two_gradients(pool: Poo
     assert distance(got.first_grads[name], untied.first_grads[name]) > 0.1, "the head's part is in it"
 
 
+@pytest.mark.slow
 def test_case_099_a_stage_without_experts_clips_by_the_same_norm(pool: Pool) -> None:
     model = {"mlp_only_layers": [1, 2]}  # with pp = 2, rank 1 holds the two dense layers in the middle
     spec = make_spec(2, 1, 2, model=model, training={**FLOAT64, "max_grad_norm": 0.1})
@@ -224,6 +226,7 @@ def keep_last(done: Any, pp: int, seen: list[tuple[str, int, float]]) -> Any:
 # ---- (e) and (h): gradients on the mesh ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_case_071_expert_gradients_are_not_scaled_by_ep(pool: Pool) -> None:
     """The ratio is 1 before any optimizer could hide it; likewise case 75 for everything upstream of an MoE block."""
     want = run_mesh(pool, make_spec(training=FLOAT64))
@@ -275,6 +278,7 @@ def wrapped_job(place: Place, fields: dict[str, Any]) -> dict[str, list[tuple[st
         return calls
 
 
+@pytest.mark.slow
 def test_case_079_every_collective_runs_on_gloo_in_one_order_per_communicator(pool: Pool) -> None:
     """Ranks that share a communicator launch the same calls in the same order: what NCCL would hang on otherwise."""
     spec = make_spec(2, 2, 2)
@@ -295,6 +299,7 @@ def test_case_079_every_collective_runs_on_gloo_in_one_order_per_communicator(po
             assert part[purpose] == first, f"{purpose}, rank {rank}"
 
 
+@pytest.mark.slow
 def test_case_081_more_ranks_than_rows(pool: Pool) -> None:
     """Experts with 3 x 2 rows over 4 ranks of one expert group, heads with 8 rows: empty shards work."""
     model = {"num_experts": 3, "moe_intermediate_size": 1, "num_experts_per_tok": 1, "head_dim": 2}

@@ -65,6 +65,7 @@ def test_a_run_without_a_window_imports_nothing_of_it(
     assert not (tmp_path / "profiles").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_inside_the_window_writes_and_the_next_attempt_records_the_rest(corpus: Path, tmp_path: Path) -> None:
     spec, run_dir = profiled(corpus, max_steps=6, end_step=5), make_run(tmp_path)
     outcome = run(spec, run_dir, ALONE, StopsAfter(run_dir, ALONE, 3))
@@ -74,6 +75,7 @@ def test_a_stop_inside_the_window_writes_and_the_next_attempt_records_the_rest(c
     assert steps(run_dir.trace(2, 0)) == ["step 4", "step 5"]
 
 
+@pytest.mark.slow
 def test_the_ranks_that_are_named_record_and_rank_zero_tells(corpus: Path, tmp_path: Path) -> None:
     """In processes of their own: torch's profiler has crashed one that had run hundreds of other tests before."""
     fresh = Pool()

@@ -74,7 +74,7 @@ def alone(spec: RunSpec, steps: int = 2) -> Ran:
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f == "gpt_oss" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_recomputing_is_bitwise_keeping(family: str) -> None:
     """Whole, overlapped and split backwards; every kind of router and of balance loss."""
     want = alone(spec_of(family, "none"))
@@ -178,6 +178,7 @@ def test_bytes_between_forward_and_backward_shrink(family: str) -> None:
 KINDS = {"qwen3_moe": 3, "deepseek_v2": 4, "deepseek_v3": 4, "gpt_oss": 2}  # before; after: dense, experts; shared
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     "family", [x if x == "qwen3_moe" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES]

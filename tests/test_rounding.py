@@ -58,7 +58,9 @@ def test_what_bf16_holds_and_what_is_not_finite_pass_through() -> None:
     assert round_to_bf16(largest, torch.tensor([0])).isfinite() and round_to_bf16(largest, torch.tensor([1])).isinf()
 
 
-@pytest.mark.parametrize("over", ["elements", "updates", "names", "seeds"])
+@pytest.mark.parametrize(
+    "over", ["elements", *(pytest.param(x, marks=pytest.mark.slow) for x in ("updates", "names", "seeds"))]
+)
 def test_unbiased_over_whatever_it_is_keyed_by(over: str) -> None:
     """Five standard deviations of a mean of 4096; both moments, and what they have in common is nothing."""
     n = 4096
@@ -206,6 +208,7 @@ def test_a_training_equals_one_process(pool: Pool, mesh: tuple[int, int, int]) -
     assert_same_run(got, one, loss=1e-6, grads=1e-5, parameters=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rerun_is_bitwise_equal_and_another_seed_rounds_otherwise(pool: Pool) -> None:
     spec = make_spec(1, 1, 2, optimizer=BF16)
     assert_bitwise(*(run_mesh(pool, spec, 3) for _ in range(2)))

@@ -118,6 +118,7 @@ def test_a_wrong_spec_is_refused_before_anything_is_made(tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_exists_is_refused(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES)
     lines = skill(SUBMIT, tmp_path / "fake.yaml")
@@ -198,12 +199,21 @@ ENDED = {"end": 1.0, "ended": "failed", "requeued": False, "first_step": 1, "las
     ("name", "fields", "advice"),
     [
         ("node-n1", {"rank": None, "type": "Preflight", "message": "node n1: 3 of 4 GPUs answer"}, "--exclude n1"),
-        ("rank-3", {"rank": 3, "type": "Stalled", "message": "on n1 the phase step has lasted 300 s"}, "--exclude n1"),
-        ("rank-0", {"type": "NotFiniteError", "message": "the loss was NaN"}, "--set optimizer.lr=0.0005"),
-        ("rank-0", {"exit_code": 2, "retry": False, "message": "data/x: there is no corpus"}, "--set A.B=C"),
-        ("node-n0", {"rank": None, "message": "node n0: runs/x has 0.1 GiB left"}, "df -h"),
-        ("rank-0", {"retry": False}, "--err"),
         ("rank-0", {"secondary": True, "message": "Connection closed by peer"}, ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (
+                    "rank-3",
+                    {"rank": 3, "type": "Stalled", "message": "on n1 the phase step has lasted"},
+                    "--exclude n1",
+                ),
+                ("rank-0", {"type": "NotFiniteError", "message": "the loss was NaN"}, "--set optimizer.lr=0.0005"),
+                ("rank-0", {"exit_code": 2, "retry": False, "message": "data/x: there is no corpus"}, "--set A.B=C"),
+                ("node-n0", {"rank": None, "message": "node n0: runs/x has 0.1 GiB left"}, "df -h"),
+                ("rank-0", {"retry": False}, "--err"),
+            ]
+        ),
     ],
 )
 def test_the_next_command_follows_from_the_cause(

@@ -272,7 +272,7 @@ def test_a_wrong_grid_is_refused(axes: list[str]) -> None:
         submit.grid(axes)
 
 
-# ---- submitit's local executor, for real -----------------------------------------------------------------------------
+# ---- local processes in the background -------------------------------------------------------------------------------
 
 
 def test_case_025_a_local_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +315,7 @@ def run(spec, run_dir, place, watch):
 """
 
 
+@pytest.mark.slow
 def test_a_local_rank_that_is_killed_is_named_though_only_its_peers_could_write(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, RANK_1_IS_KILLED)
     submit.submit(run, spec, "local")
@@ -338,12 +339,13 @@ def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -
     assert job["attempt"] == 2
     wait_for(lambda: is_waiting(run, [0, 1], attempt=2))
     assert not run.stop.exists()  # the first attempt's
-    os.kill(int(job["job_id"]), signal.SIGTERM)  # the controller passes it on
+    os.kill(int(job["job_id"]), signal.SIGTERM)  # its launcher passes it on
     assert jobs.wait(run).word == "stopped"
     assert run.log(1, 0).read_text() == first_log
     assert (run.path / "logs" / "latest").resolve() == run.logs(2)
 
 
+@pytest.mark.slow
 def test_a_run_killed_from_outside_is_lost(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, WAITS_FOR_STOP, ranks=1)
     job = submit.submit(run, spec, "local")
@@ -486,6 +488,7 @@ def test_a_signal_to_the_foreground_saves_and_ends_with_code_4(tmp_path: Path) -
     assert json.loads(run.requeue.read_text())["reason"] == "SIGTERM"
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     deaf = WAITS_FOR_STOP.replace("not watch.should_stop()", "True")
     run, spec = make_run(tmp_path, deaf)
@@ -567,7 +570,7 @@ def workers_of(run: RunDir) -> list[str]:
     return [line for line in found if f"pithtrain.worker {run.path}" in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_stop_in_the_first_moment_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     """Sent as soon as the first worker is there, before any of them has a handler: all hear it and save."""
     run, _ = make_run(tmp_path, WAITS_FOR_STOP)

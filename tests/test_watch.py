@@ -32,7 +32,7 @@ def error(run: RunDir, rank: int) -> dict[str, object]:
 # ---- hangs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["step", "save"])
+@pytest.mark.parametrize("phase", ["step", pytest.param("save", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_names_itself_though_all_outlive_the_limit(tmp_path: Path, phase: str) -> None:
     """In `save` its own limit is far away: it learns from the others that they wait in vain."""
     train = f"""
@@ -89,6 +89,7 @@ def run(spec, run_dir, place, watch):
     assert "this process stood still for" in str(error(run, 0)["message"])
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_hangs_is_ended_from_below(tmp_path: Path) -> None:
     """No Python thread runs while the GIL is held; the others then say who is silent."""
     train = """
@@ -109,6 +110,7 @@ def run(spec, run_dir, place, watch):
     assert "rank 1 stopped answering" in jobs.cause(run, 1).line
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_ends_the_others_without_any_supervision(tmp_path: Path) -> None:
     """In its first second, and with no connection between them that could break."""
     train = """
@@ -124,6 +126,7 @@ def run(spec, run_dir, place, watch):
     assert "rank 1 was killed" in jobs.cause(run, 1).line
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, WAITS_FOR_STOP, ranks=4)
     change_snapshot(run, "watch", **HURRY, START_S=1.0)
@@ -133,11 +136,13 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_start_of_another_host_is_waited_for_and_then_named(tmp_path: Path) -> None:
-    """Under torchrun and Slurm only the limit of `init` ends the wait."""
+    """Under Slurm only the limit of `init` ends the wait."""
     run, _ = make_run(tmp_path, WAITS_FOR_STOP, ranks=4, overrides=["distributed.init_timeout_s=3"])
     change_snapshot(run, "watch", **HURRY, START_S=0.5)
     began = time.monotonic()
-    ends(start_workers(run, [0, 1, 3], size=4, MASTER_ADDR="h"))
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+    step |= {"SLURM_STEP_NODELIST": "h"}
+    ends([task for rank in "013" for task in start_slurm_worker(run, 1, {**step, "SLURM_PROCID": rank})])
     assert time.monotonic() - began > 3
     first = rundir.first_error(run, 1)
     assert first is not None
@@ -294,6 +299,7 @@ def test_a_save_marker_of_this_attempt_is_heard_once_and_vanishes(tmp_path: Path
     assert run.log(2, 0).read_text().count("saving") == 1
 
 
+@pytest.mark.slow
 def test_the_job_s_comment_tells_how_far_it_is_and_a_missing_scontrol_is_nothing(tmp_path: Path) -> None:
     train = """
 def run(spec, run_dir, place, watch):
@@ -490,9 +496,8 @@ dcp_saver.save = _fails
 }
 
 
-@pytest.mark.parametrize(
-    "place", ["forward", pytest.param("loader", marks=pytest.mark.slow), pytest.param("save", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("place", ["forward", "loader", "save"])
+@pytest.mark.slow
 def test_case_161_an_exception_on_rank_1_anywhere_ends_all(tmp_path: Path, place: str) -> None:
     run = real_run(tmp_path, max_steps=100_000, interval=3)
     add(run, *FAULTS[place])
@@ -543,37 +548,6 @@ World.from_rank_zero = _dies
     assert resumed == [2]
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     assert (rundir.read_json(run.done) or {})["step"] == 6
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_run_again_and_its_interrupt_is_a_request_to_save(tmp_path: Path) -> None:
-    """The store of torchrun outlives the ranks, with what the first attempt wrote in it; the run directory exists."""
-    run = real_run(tmp_path, max_steps=100_000, interval=2)
-    spec = tmp_path / "spec.yaml"
-    spec.write_text(run.spec_yaml.read_text())
-    again = RunDir(tmp_path / "again")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2"]
-    task = subprocess.Popen(
-        [*torchrun, "-m", "pithtrain.cli", "train", str(spec), "--run-dir", str(again.path)],
-        env={name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PITHTRAIN_"))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        wait_for(lambda: len(steps(again)) >= 3, 90)
-        os.kill((rundir.read_json(again.pid(1, 1)) or {})["pid"], signal.SIGKILL)
-        wait_for(lambda: any(row["attempt"] == 2 for row in rundir.read_lines(again.metrics)), 90)
-        task.send_signal(signal.SIGINT)
-        task.wait(60)
-        marker = rundir.read_json(again.requeue)
-        assert marker is not None
-        assert (marker["reason"], marker["attempt"]) == ("SIGINT", 2)
-        assert steps(again) == list(range(1, marker["step"] + 1))
-        assert [row["ended"] for row in rundir.read_lines(again.attempts)] == ["failed", "stopped"]
-    finally:
-        task.kill()
-        task.communicate()
 
 
 def test_a_finished_run_says_so_before_it_uploads(tmp_path: Path) -> None:

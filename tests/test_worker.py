@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fake_run import FINISHES, WAITS_FOR_STOP, ends, is_waiting, make_run, start_workers, wait_for
-from pithtrain import rundir, slurm, watch, worker
+from fake_run import FINISHES, WAITS_FOR_STOP, change_snapshot, ends, is_waiting, make_run, start_workers, wait_for
+from pithtrain import rundir, slurm, worker
 from pithtrain.errors import RunDirError, SpecError
 from pithtrain.rundir import RunDir
 from pithtrain.world import Place
@@ -30,15 +30,7 @@ SLURM = {
     "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3",
     "SLURM_STEP_NODELIST": "gpu[003-004]",
 }
-LOCAL = {
-    "SUBMITIT_EXECUTOR": "local",
-    "PITHTRAIN_ATTEMPT": "1",
-    "SUBMITIT_LOCAL_GLOBALID": "2",
-    "SUBMITIT_LOCAL_LOCALID": "2",
-    "SUBMITIT_LOCAL_NTASKS": "4",
-}
-SPAWN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PITHTRAIN_ATTEMPT": "2"}
-TORCHRUN = SPAWN | {"MASTER_ADDR": "h", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+SPAWN = {"RANK": "1", "WORLD_SIZE": "4", "PITHTRAIN_ATTEMPT": "2"}
 
 
 def port(job: int, step: int = 0) -> int:
@@ -52,12 +44,9 @@ def port(job: int, step: int = 0) -> int:
     [
         (SLURM, Place(13, 16, 5, f"tcp://10.1.2.3:{15000 + 4711}", 3)),
         (SLURM | {"SLURM_RESTART_COUNT": "2"}, Place(13, 16, 5, f"tcp://10.1.2.3:{15000 + 4711}", 5)),
-        (LOCAL, Place(2, 4, 2, "file:///runs/tiny/logs/attempt-1/rendezvous", 1)),
         (SPAWN, Place(1, 4, 1, "file:///runs/tiny/logs/attempt-2/rendezvous", 2)),
-        (TORCHRUN, Place(1, 4, 1, "env://", 3)),
         # a run started inside another job's allocation is its own world, not a rank of that job
         (SLURM | SPAWN, Place(1, 4, 1, "file:///runs/tiny/logs/attempt-2/rendezvous", 2)),
-        (SLURM | LOCAL, Place(2, 4, 2, "file:///runs/tiny/logs/attempt-1/rendezvous", 1)),
     ],
 )
 def test_place_from_environment(env: dict[str, str], place: Place) -> None:
@@ -71,8 +60,8 @@ def test_without_a_launcher_there_is_one_rank() -> None:
     assert worker.seat(interactive).launcher == "alone"
 
 
-def test_by_hand_srun_meets_at_the_first_node_since_the_launch_node_is_a_login_node() -> None:
-    env = {name: value for name, value in SLURM.items() if name != "SUBMITIT_EXECUTOR"}
+def test_without_a_launch_node_ranks_meet_at_the_first_node_or_where_the_user_says() -> None:
+    env = {name: value for name, value in SLURM.items() if name != "SLURM_LAUNCH_NODE_IPADDR"}
     assert worker.init_method(env, Path()) == f"tcp://gpu003:{15000 + 4711}"
     assert worker.init_method(env | {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "9"}, Path()) == "tcp://[fe80::1]:9"
 
@@ -101,7 +90,7 @@ def test_threads_are_shared_out_and_a_users_choice_stays(monkeypatch: pytest.Mon
     assert worker.prepare_environment(SPAWN)["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in worker.prepare_environment(SPAWN | {"OMP_NUM_THREADS": "7"})
     # several hosts need the real interface
-    assert "GLOO_SOCKET_IFNAME" in worker.prepare_environment(LOCAL)
+    assert "GLOO_SOCKET_IFNAME" in worker.prepare_environment(SPAWN)
     assert "GLOO_SOCKET_IFNAME" not in worker.prepare_environment(SLURM)
 
 
@@ -121,7 +110,7 @@ def test_a_lost_peer_is_told_from_a_cause(message: str, lost: bool) -> None:
 
 
 def test_a_variable_that_is_no_number_is_said(tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PITHTRAIN_ATTEMPT"):
+    for name in ("RANK", "WORLD_SIZE", "PITHTRAIN_ATTEMPT"):
         with pytest.raises(SpecError, match=rf"{name} = 'x': is not a whole number; .* unset {name}"):
             worker.place_from_environment(SPAWN | {name: "x"}, RUN)
     with pytest.raises(RunDirError, match="start a run with `pithtrain submit`"):
@@ -181,6 +170,7 @@ def run(spec, run_dir, place, watch):
     {hang}
 """
     run, _ = make_run(tmp_path, train)
+    change_snapshot(run, "watch", POLL_S=0.2, GRACE_S=1.0)
     began = time.monotonic()
     zero, one = ends(start_workers(run, [0, 1]))
     assert time.monotonic() - began < 20
@@ -243,10 +233,11 @@ def test_a_signal_sets_the_flag_and_the_marker_says_where_it_stopped(tmp_path: P
 
 def test_a_stop_marker_of_this_attempt_stops_and_a_stale_one_does_not(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, WAITS_FOR_STOP, ranks=1)
+    change_snapshot(run, "watch", POLL_S=0.2)
     rundir.mark(run.stop, 1)
     tasks = start_workers(run, [0], attempt=2, size=1)
     wait_for(run.metrics.exists)
-    time.sleep(2 * watch.POLL_S)
+    time.sleep(0.5)  # two looks
     assert tasks[0].poll() is None
     rundir.mark(run.stop, 2)
     assert ends(tasks)[0][0] == 0

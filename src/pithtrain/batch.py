@@ -409,8 +409,7 @@ def ask_for_job(job_id: str, seconds: float) -> dict[str, str]:
 
 def find_cause(run: RunDir, attempt: int, job_id: str, exit_code: int) -> jobs.Cause:
     """`jobs.cause`, after waiting for what another node wrote, where a network may show it late."""
-    mounts = Path("/proc/mounts").read_text() if Path("/proc/mounts").exists() else ""
-    late = exit_code != 0 and slurm.file_system(run.path, mounts) not in slurm.LOCAL_DISKS
+    late = exit_code != 0 and slurm.file_system(run.path, slurm.mounts()) not in slurm.LOCAL_DISKS
     deadline = time.monotonic() + (LISTING_S if late else 0.0)
     while rundir.first_error(run, attempt) is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # a change makes the listing of this host new

@@ -153,20 +153,14 @@ def train(
     name: Name = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run directory itself, instead of output_dir/name.")] = None,
 ) -> None:
-    """Train in the foreground: one process per rank on this host, or under torchrun or srun if one started this.
+    """Train in the foreground: one process per rank, all on this host.
 
     Ctrl-C saves at the next step and ends with exit code 4.
     """
-    spec = _load(config, overrides, name)
-
-    def prepare() -> RunDir:
-        path = run_dir or spec.output_dir / spec.name
-        again = worker.seat(os.environ).restarts > 0  # torchrun starts all ranks again after one has failed
-        if again and rundir.last_job(RunDir(path)).get("parent") == os.getppid():
-            return RunDir(path.absolute())
-        return _create(spec, run_dir)
-
-    _foreground(prepare)
+    if (here := worker.seat(os.environ)).world_size > 1:
+        rule = f"this is rank {here.rank} of {here.world_size}, by RANK and WORLD_SIZE or by srun"
+        raise RunDirError(f"{rule}, and `train` starts a run's ranks itself; call it once, or unset RANK WORLD_SIZE")
+    _foreground(_create(_load(config, overrides, name), run_dir))
 
 
 @app.command(epilog=example("pithtrain resume tiny --set training.max_steps=400", "pithtrain resume tiny --exclude n7"))
@@ -188,14 +182,10 @@ def resume(
     if exclude is not None:
         before = load(found.spec_yaml).slurm.exclude
         changes.append(f"slurm.exclude={json.dumps(','.join(filter(None, [before, exclude])))}")
-    if rundir.last_job(found).get("launcher") == "train" or worker.seat(os.environ).world_size > 1:
-
-        def prepare() -> RunDir:
-            with rundir.locked(found):
-                print("\n".join(starting.prepare_resume(found, changes, None, force)))
-            return found
-
-        _foreground(prepare)
+    if rundir.last_job(found).get("launcher") == "train":
+        with rundir.locked(found):
+            print("\n".join(starting.prepare_resume(found, changes, "local", force)))
+        _foreground(found)
         return
     with rundir.locked(found):
         print("\n".join(starting.resume(found, changes, force, exclude is not None)))
@@ -249,33 +239,9 @@ def sweep(
         print(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
 
 
-def _foreground(prepare: Callable[[], RunDir]) -> None:
-    """Train in the run directory that `prepare` gives, in processes of our own or as one of torchrun's or srun's."""
-    if worker.seat(os.environ).world_size == 1:
-        run = prepare()
-        starting.foreground(run, load(run.spec_yaml))
-        print(f"done: {run.path}")
-        return
-
-    os.environ.update(worker.prepare_environment(os.environ))  # before torch is imported
-
-    def claim() -> dict[str, Any]:
-        run = prepare()
-        return {"path": str(run.path), "attempt": starting.claim_for_this_process(run)}
-
-    # rank 0 does it for all; its store is the server of the rendezvous, so it is kept until the end
-    shared, store = worker.share_from_rank_zero(os.environ, claim)
-    here = worker.seat(os.environ)
-    os.environ["PITHTRAIN_ATTEMPT"] = str(shared["attempt"] - here.restarts)  # main adds the launcher's restarts
-    run = RunDir(Path(shared["path"]))
-    worker.main(run.path)
-    if here.rank == 0:
-        try:
-            starting.report_end(run, shared["attempt"], [0])
-            print(f"done: {run.path}")
-        except StoppedEarly as stopped:  # the launcher would take any other code than 0 for a crash
-            print(stopped, file=sys.stderr)
-    del store
+def _foreground(run: RunDir) -> None:
+    starting.foreground(run, load(run.spec_yaml))
+    print(f"done: {run.path}")
 
 
 def _load(config: Path, overrides: list[str] | None, name: str | None) -> RunSpec:

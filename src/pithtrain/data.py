@@ -24,17 +24,16 @@ epoch 1, sample 1. If a document begins at token 6, then with the mask sample 1 
 
 import functools
 import hashlib
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pithtrain.corpus import open_corpus, tokenizer_sha256
+from pithtrain.corpus import Ids, open_corpus, tokenizer_sha256
 from pithtrain.errors import DataError
 from pithtrain.spec import DataSection
 
 ROUNDS = 8  # 4 make a Feistel network look random, more help when its halves are of few bits
-MAPPED_SHARDS = 64  # each holds up to two file descriptors, of which a process may have as few as 256
+MAPPED_SHARDS = 64  # each holds two file descriptors, of which a process may have as few as 256
 IGNORE = -100  # the label of no token, as ops/cross_entropy has it
 
 
@@ -86,8 +85,7 @@ class Dataset:
                 f"{path}: has {total:,} tokens, one sample takes training.sequence_length + 1 = {sequence_length + 1:,}"
             )
         self._starts = np.cumsum([0, *(shard.num_tokens for shard in self.corpus.shards)], dtype=np.int64)
-        self._tokens = functools.lru_cache(MAPPED_SHARDS)(self._map)
-        self._offsets = functools.lru_cache(MAPPED_SHARDS)(self._map_offsets)
+        self._mapped = functools.lru_cache(MAPPED_SHARDS)(self._map)
 
     @property
     def fingerprint(self) -> str:
@@ -150,8 +148,9 @@ class Dataset:
         i = int(np.searchsorted(self._starts, start, side="right")) - 1
         while i < len(self.corpus.shards) and (base := int(self._starts[i])) < start + length:
             ends = np.array([max(start - base, 0), start + length - base], np.uint64)
-            first, last = np.searchsorted(self._offsets(i)[:-1], ends)
-            found += (base - start + self._offsets(i)[first:last].astype(np.int64)).tolist()
+            offsets = self._mapped(i)[1]
+            first, last = np.searchsorted(offsets[:-1], ends)
+            found += (base - start + offsets[first:last].astype(np.int64)).tolist()
             i += 1
         return found
 
@@ -161,7 +160,7 @@ class Dataset:
         i = int(np.searchsorted(self._starts, start, side="right")) - 1
         while done < len(out):
             offset = start + done - int(self._starts[i])
-            piece = self._tokens(i)[offset : offset + len(out) - done]
+            piece = self._mapped(i)[0][offset : offset + len(out) - done]
             if len(piece) and int(piece.max()) >= self.vocab_size:
                 bad = int(np.argmax(piece >= self.vocab_size))
                 raise DataError(
@@ -172,12 +171,8 @@ class Dataset:
             done += len(piece)
             i += 1
 
-    def _map(self, i: int) -> npt.NDArray[np.integer[Any]]:
+    def _map(self, i: int) -> tuple[Ids, Ids]:
+        """Tokens and offsets of a shard."""
         shard = self.corpus.shards[i]
         shard.check()
-        return shard.tokens()
-
-    def _map_offsets(self, i: int) -> npt.NDArray[np.integer[Any]]:
-        shard = self.corpus.shards[i]
-        shard.check()
-        return shard.offsets()
+        return shard.tokens(), shard.offsets()

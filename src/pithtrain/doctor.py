@@ -301,8 +301,8 @@ def login(env: Mapping[str, str], home: Path) -> str:
 
 def folder(output_dir: Path) -> Iterator[Check]:
     """Does the file system under the runs keep what rundir relies on: flushed, renamed at once, locked for one."""
-    there, mounts = _existing(output_dir), Path("/proc/self/mounts")
-    kind = (slurm.file_system(there, mounts.read_text()) if mounts.exists() else "") or "unknown"
+    there = _existing(output_dir)
+    kind = slurm.file_system(there, slurm.mounts()) or "unknown"
     reach = "shared" if SHARED.match(kind) else "this machine's memory" if kind == "tmpfs" else "this machine's own"
     yield _judge("folder", kind != "tmpfs", f"{there}: {kind}, {reach}", ELSEWHERE)
     about = os.statvfs(there)

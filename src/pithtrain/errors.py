@@ -38,12 +38,7 @@ class PithtrainError(Exception):
     retry = False
 
 
-@dataclass(frozen=True)
-class Absent:
-    """Stands for the value of a key that is not there: a message shows no value then."""
-
-
-ABSENT = Absent()
+ABSENT = object()  # stands for the value of a key that is not there: a message shows no value then
 
 
 def show(value: object) -> str:
@@ -65,13 +60,8 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        shown = show(self.value)
-        if not self.path:
-            text = self.rule
-        elif self.value == ABSENT:
-            text = f"{self.path}: {self.rule}"
-        else:
-            text = f"{self.path} = {shown}: {self.rule}"
+        value = "" if self.value is ABSENT else f" = {show(self.value)}"
+        text = f"{self.path}{value}: {self.rule}" if self.path else self.rule
         return f"{text}; {self.hint}" if self.hint else text
 
 

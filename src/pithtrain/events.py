@@ -173,7 +173,11 @@ class Wandb:
     def log(self, row: dict[str, Any]) -> None:
         if self._run is None:
             return
-        values = {_wandb_key(key): value for key, value in row.items() if value is not None and key != "expert_load"}
+        values = {
+            f"train/{key}".replace("train/val_loss/", "val/loss_"): value
+            for key, value in row.items()
+            if value is not None and key != "expert_load"
+        }
         for layer in row.get("expert_load", ()):  # a page of its own; the counts stay in the file
             for key in ("max_over_mean", "entropy", "dead"):
                 values[f"expert_load/{key}_layer_{layer['layer']:03d}"] = layer[key]
@@ -242,10 +246,6 @@ def _open_wandb(run: RunDir, spec: RunSpec, attempt: int) -> Any:
     opened.define_metric("train/step")
     opened.define_metric("*", step_metric="train/step")
     return opened
-
-
-def _wandb_key(key: str) -> str:
-    return key.replace("val_loss/", "val/loss_") if key.startswith("val_loss/") else f"train/{key}"
 
 
 def _open_whole(path: Path) -> TextIO:

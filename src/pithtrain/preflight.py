@@ -24,7 +24,7 @@ import torch
 from torch.cuda import nccl
 
 from pithtrain.errors import RunFailed
-from pithtrain.watch import node_name
+from pithtrain.watch import node_name, usable_cores
 from pithtrain.world import World
 
 SLOW = 1.5  # times the median: well beyond what healthy devices of one kind differ by
@@ -69,7 +69,7 @@ def look(world: World) -> list[Facts]:
         host=node_name(),
         device=torch.cuda.get_device_name(world.device) if cuda else "cpu",
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=usable_cores(),
         versions={"torch": torch.__version__, "cuda": str(torch.version.cuda), "nccl": nccl_version},
         free_gib=free / 2**30,
         used_gib=used / 2**30,

@@ -51,7 +51,7 @@ from typing import Any, cast
 import yaml
 
 import pithtrain
-from pithtrain import errors
+from pithtrain import catalog, errors
 from pithtrain.errors import RunDirError
 
 # What of the environment is written down: by name, since anything else may be a secret
@@ -458,14 +458,6 @@ def describe_error(report: Mapping[str, Any]) -> str:
 # ---- small things ----------------------------------------------------------------------------------------------------
 
 
-def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings as {dotted path: value}; lists are values."""
-    if not isinstance(value, dict):
-        return {path: value}
-    items = cast(dict[str, Any], value).items()
-    return {key: leaf for name, inner in items for key, leaf in flatten(inner, f"{path}.{name}".lstrip(".")).items()}
-
-
 def saves_nothing(run: RunDir) -> bool:
     """Whether its routing is forced, which no checkpoint may keep."""
     text = run.spec_yaml.read_text(encoding="utf-8") if run.spec_yaml.exists() else ""
@@ -474,9 +466,8 @@ def saves_nothing(run: RunDir) -> bool:
 
 def spec_difference(old_yaml: str, new_yaml: str) -> list[str]:
     """`path: old -> new` for every key in which two resolved specs differ."""
-    old, new = flatten(yaml.safe_load(old_yaml)), flatten(yaml.safe_load(new_yaml))
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
+    found = catalog.differences("", yaml.safe_load(old_yaml), yaml.safe_load(new_yaml))
+    return [f"{key[1:]}: {old} -> {new}" for key, old, new in found]
 
 
 def _exists_message(run: RunDir, spec_yaml: str) -> str:

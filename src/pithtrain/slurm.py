@@ -353,14 +353,13 @@ def cluster_facts(spec: RunSpec | None = None) -> Cluster:
     show, account = ("scontrol", "--all", "--oneliner", "show"), ("sacctmgr", "--noheader", "--parsable2", "show")
     depends = spec is None or "dependency" in spec.slurm.additional_parameters
     asked = spec is None or spec.slurm.account or spec.slurm.qos
-    mounts = Path("/proc/mounts")
     return Cluster(
         partitions=read_partitions(call(*show, "partition")),
         nodes=read_nodes(call(*show, "node")),
         accounts=frozenset(_maybe(*account, "assoc", f"user={getpass.getuser()}", "format=account") if asked else ()),
         qos=frozenset(_maybe(*account, "qos", "format=name") if asked else ()),
         jobs=frozenset(call("squeue", "--states=all", "--noheader", "--format=%A %F").split() if depends else ()),
-        mounts=mounts.read_text() if mounts.exists() else "",
+        mounts=mounts(),
         host=socket.gethostname(),
     )
 
@@ -505,6 +504,11 @@ def _unknown(key: str, value: object, rule: str, name: str, known: Collection[st
     near, more = difflib.get_close_matches(name, known, 1), f" and {len(known) - 20} more" if len(known) > 20 else ""
     have = have or ", ".join(sorted(known)[:20]) + more or "none"
     return Problem(f"slurm.{key}", value, f"{rule}; have {have}", f"did you mean {near[0]}?" if near else "")
+
+
+def mounts() -> str:
+    """The text of /proc/mounts; "" where there is none."""
+    return path.read_text() if (path := Path("/proc/mounts")).exists() else ""
 
 
 def file_system(path: Path, mounts: str) -> str:

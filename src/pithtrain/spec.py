@@ -770,24 +770,9 @@ def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], 
 
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
-    checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype
-    checks += (
-        _check_moments,
-        _check_lr,
-        _check_moe,
-        _check_transport,
-        _check_balance,
-        _check_forced,
-        _check_fp8,
-        _check_fp8_tokens,
-        _check_data,
-        _check_checkpoint,
-        _check_beginning,
-        _check_host_memory,
-        _check_profiling,
-        _check_words,
-        _check_slurm,
-    )
+    checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype, _check_moments, _check_lr
+    checks += _check_moe, _check_transport, _check_balance, _check_forced, _check_fp8, _check_fp8_tokens, _check_data
+    checks += _check_checkpoint, _check_beginning, _check_host_memory, _check_profiling, _check_words, _check_slurm
     for check in checks:
         needed = inspect.signature(check).parameters
         if needed.keys() <= parts.keys():

@@ -1,4 +1,4 @@
-"""How a run starts: in the foreground, through submitit's local executor, or through submitit and Slurm.
+"""How a run starts: in the foreground, as the same thing behind a forked process, or through submitit and Slurm.
 
 submitit renders the sbatch script, calls sbatch and starts one Python entry per rank; its checkpoint and requeue
 machinery stays unused (it acts on rank 0 alone, inside a signal handler). What runs is always the snapshot in the run
@@ -6,6 +6,7 @@ directory, and what is pickled is the name of a function and a path:
 
     spec --> create run/ --> a fresh process: cwd and PYTHONPATH = run/code, cleaned environment
                                  `python -m pithtrain.submit run/`  -->  executor.submit(worker.entry, "run/")
+                                                                         or, without Slurm, a fork: foreground(run)
 
 The fresh process, in a session of its own, makes three things true at once: the job sees nothing of an outer job's
 variables, the pickle names the snapshot's module, and Ctrl-C or a closed terminal at the submitting side does not reach
@@ -44,7 +45,6 @@ OUTER_JOB = re.compile(
 KEPT = ("SLURM_CONF",)  # says where the cluster is, not which job this is
 
 REQUEUE_SETTLES_S = 5.0  # from the end of an attempt to the start of the next one in the same job
-UNLIMITED_MIN = 10 * 365 * 24 * 60  # submitit's local executor needs a limit
 END_GRACE_S = 15.0  # from one rank's failure to SIGKILL; workers end by themselves within worker.GRACE_S + POLL_S
 LAST_GRACE_S = 300.0  # from one rank's clean end to SIGKILL of the rest: rank 0 may still be uploading
 
@@ -175,8 +175,6 @@ def submit(
     env = task_environment(run, spec, attempt)
     if by == "slurm" and "SLURM_JOB_ID" in os.environ:  # an outer job's devices and scratch folder end with it
         env = {name: value for name, value in env.items() if name not in ("CUDA_VISIBLE_DEVICES", "TMPDIR")}
-    if by == "local" and "CUDA_VISIBLE_DEVICES" in env:
-        env[worker.GIVEN_DEVICES] = env["CUDA_VISIBLE_DEVICES"]
     output = run.slurm / f"submit-{attempt}.log"
     command = [sys.executable, "-m", "pithtrain.submit", str(run.path), by, str(attempt)]
     with output.open("w") as file:
@@ -198,19 +196,20 @@ def submit(
 
 def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
     """The half of `submit` that runs in the fresh process."""
-    from submitit import LocalExecutor, SlurmExecutor
-    from submitit.core.utils import FailedJobError
-
     spec = load(run.spec_yaml)
     entry = rundir.last_job(run)
     assert entry.get("attempt") == attempt, "`submit` has just written it"
-    if by == "slurm":
-        executor = SlurmExecutor(folder=run.slurm, python=held_python(run))
-        executor.update_parameters(**parameters(spec, run, attempt, entry["token"], entry["lane"]))
-    else:
-        executor = LocalExecutor(folder=run.slurm)
-        limit_min, delay_s = spec.slurm.time_minutes or UNLIMITED_MIN, spec.slurm.signal_delay_s
-        executor.update_parameters(tasks_per_node=spec.world_size, timeout_min=limit_min, signal_delay_s=delay_s)
+    if by == "local":
+        if pid := os.fork():
+            rundir.record_job(run, attempt, job_id=str(pid), time=time.time())
+        else:
+            foreground(run, spec, attempt)
+        return
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError
+
+    executor = SlurmExecutor(folder=run.slurm, python=held_python(run))
+    executor.update_parameters(**parameters(spec, run, attempt, entry["token"], entry["lane"]))
     try:
         job = executor.submit(worker.entry, str(run.path))
     except FailedJobError as error:
@@ -253,10 +252,9 @@ def resume(run: RunDir, changes: Sequence[str], force: bool = False, excludes: b
     return [*lines, f"{run.name}: {job['launcher']} {job['job_id']}, attempt {job['attempt']}"]
 
 
-def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, force: bool) -> list[str]:
-    """Check that `run` can go on, and bring its spec and code up to date; returns what changes, in lines. `by`: how it
-    will be submitted, None where this process or its launcher's others train. `force`: though it seems to run on
-    another host, and as in `check`."""
+def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher, force: bool) -> list[str]:
+    """Check that `run` can go on, and bring its spec and code up to date; returns what changes, in lines. `force`:
+    though it seems to run on another host, and as in `check`."""
     rundir.require_own(run)
     now = jobs.state(run)
     elsewhere = rundir.last_job(run).get("host") != socket.gethostname() and now.launcher != "slurm"
@@ -269,8 +267,7 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher | None, for
             f"{run.name} is done at step {done_at} = training.max_steps\n"
             f"  go on:  pithtrain resume {run.path} --set training.max_steps={2 * done_at}"
         )
-    notes = [] if by is None and worker.seat(os.environ).world_size > 1 else check(spec, by or "local", force)
-    return [*notes, *_renew(run, before, spec)]
+    return [*check(spec, by, force), *_renew(run, before, spec)]
 
 
 def _possible(spec: RunSpec, cluster: slurm.Cluster, force: bool) -> list[str]:
@@ -357,13 +354,16 @@ def grid_name(base: str, point: Mapping[str, str]) -> str:
 # ---- in the foreground -----------------------------------------------------------------------------------------------
 
 
-def foreground(run: RunDir, spec: RunSpec) -> None:
+def foreground(run: RunDir, spec: RunSpec, attempt: int | None = None) -> None:
     """Start one process per rank on this host and stay until all have ended. Ctrl-C and SIGTERM ask the run to save and
     stop; a second Ctrl-C kills it. Raises RunFailed with the first cause and its exit code, StoppedEarly when the run
-    saved its state before its last step."""
+    saved its state before its last step. `attempt`: one that `submit` claimed, which `slurm.time` limits."""
     rundir.require_own(run)
-    attempt = claim_for_this_process(run)
-    size = spec.world_size
+    size, minutes = spec.world_size, None if attempt is None else spec.slurm.time_minutes
+    if attempt is None:
+        attempt = rundir.claim_attempt(run)
+        here = {"job_id": str(os.getpid()), "launcher": "train", "host": socket.gethostname(), "time": time.time()}
+        rundir.record_job(run, attempt, **here)
     env = task_environment(run, spec, attempt) | {worker.PARENT: str(os.getpid())}
     # held back until there is a handler, here and in each worker, which inherits the mask: nobody dies unheard
     signal.pthread_sigmask(signal.SIG_BLOCK, watch.STOP_SIGNALS)
@@ -371,28 +371,22 @@ def foreground(run: RunDir, spec: RunSpec) -> None:
         subprocess.Popen(
             [sys.executable, "-m", "pithtrain.worker", str(run.path)],
             cwd=run.code,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)},
+            env=env | {"RANK": str(rank), "WORLD_SIZE": str(size)},
             stdin=DEVNULL,
             # a session of its own: Ctrl-C reaches this process alone, which passes on a request to save
             start_new_session=True,
         )
         for rank in range(size)
     ]
-    report_end(run, attempt, supervise(tasks))
+    limit_s = math.inf if minutes is None else 60 * minutes - spec.slurm.signal_delay_s
+    report_end(run, attempt, supervise(tasks, limit_s))
 
 
-def claim_for_this_process(run: RunDir) -> int:
-    """Claim an attempt that this process runs itself or supervises."""
-    attempt = rundir.claim_attempt(run)
-    here = {"job_id": str(os.getpid()), "launcher": "train", "host": socket.gethostname(), "time": time.time()}
-    rundir.record_job(run, attempt, **here, parent=os.getppid())
-    return attempt
-
-
-def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
+def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.inf) -> list[int]:
     """Wait for all tasks and return their exit codes, negative for a signal, 1 for one that had to be killed here.
-    Forwards SIGINT and SIGTERM as SIGTERM; the second SIGINT kills. Ends all soon after the first that fails."""
-    asked = 0
+    Forwards SIGINT and SIGTERM as SIGTERM; the second SIGINT kills. Sends SIGUSR2 after `limit_s`. Ends all soon after
+    the first that fails."""
+    asked, stop_at = 0, time.monotonic() + limit_s
 
     def forward(number: int, frame: object) -> None:
         nonlocal asked
@@ -410,6 +404,10 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
             ended = [code for code in codes if code is not None]
             if ended:
                 deadline = min(deadline, time.monotonic() + (END_GRACE_S if any(ended) else LAST_GRACE_S))
+            if time.monotonic() > stop_at:
+                stop_at = math.inf
+                for task in tasks:
+                    task.send_signal(signal.SIGUSR2)
             time.sleep(0.1)
         return [1 if code is None else code for code in codes]
     finally:
@@ -440,4 +438,9 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    submit_from_snapshot(RunDir(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local", int(sys.argv[3]))
+    try:
+        submit_from_snapshot(
+            RunDir(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local", int(sys.argv[3])
+        )
+    except (RunFailed, StoppedEarly) as end:  # of a fork: whoever asks finds it in the run directory
+        sys.exit(str(end))

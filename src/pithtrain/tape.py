@@ -47,6 +47,7 @@ Closures = list[WeightGrad]
 RunClosures = Callable[[Closures], None]
 F = TypeVar("F")
 B = TypeVar("B")
+Turn = TypeVar("Turn")
 
 
 @dataclass(frozen=True)
@@ -292,14 +293,10 @@ def _take(ready: Closures) -> Closures:
 
 def run_forward(ahead: Generator[None, None, F]) -> F:
     """A lone forward: nothing runs between its edges."""
-    while True:
-        try:
-            next(ahead)
-        except StopIteration as end:
-            return end.value
+    return run_backward(ahead, lambda _: None)
 
 
-def run_backward(back: Generator[Closures, None, B], closures: RunClosures) -> B:
+def run_backward(back: Generator[Turn, None, B], closures: Callable[[Turn], object]) -> B:
     """A lone backward; `closures` runs the weight gradients or puts them aside."""
     while True:
         try:

@@ -27,7 +27,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,16 +129,11 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
         if spec.mesh.ep > 1:
             events.event("transport", of="expert traffic", used=engine.transport.name, why=engine.transport.why)
-        decayed, kept = (
-            sorted({re.sub(r"\.\d+\.", ".*.", p.name) for p in spec.model.config.parameters() if p.decay == decays})
-            for decays in (True, False)
-        )
+        kinds = [(re.sub(r"\.\d+\.", ".*.", p.name), p) for p in spec.model.config.parameters()]
+        decayed, kept = (sorted({name for name, p in kinds if p.decay == decays}) for decays in (True, False))
         events.event("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
         if spec.fp8.enabled:
-            quantized, kept = (
-                sorted({re.sub(r"\.\d+\.", ".*.", p.name) for p in spec.model.config.parameters() if p.fp8 == narrow})
-                for narrow in (True, False)
-            )
+            quantized, kept = (sorted({name for name, p in kinds if p.fp8 == narrow}) for narrow in (True, False))
             events.event("fp8", recipe=spec.fp8.recipe, quantized=quantized, kept=kept)
         if spec.moe.force_load_balance:
             events.event("warning", message=f"moe.force_load_balance: tokens go round robin, so {NOTHING_SAVED}")
@@ -426,7 +420,11 @@ def _resume(
     Rank 0 chooses and checks, since on a shared file system ranks may see different folders for a while.
     """
 
-    world, report = engine.world, partial(_report_skipped, events)
+    world = engine.world
+
+    def report(reason: str) -> None:
+        if events is not None:
+            events.event("skipped_checkpoint", reason=reason)
 
     def choose() -> list[Path]:
         found = catalog.complete(run_dir.checkpoints, report)  # its own progress wins: a requeue goes on
@@ -491,11 +489,6 @@ def _resume(
             for note in told:
                 events.event("warning", message=note)
     return Position(step=0, samples=0)
-
-
-def _report_skipped(events: Events | None, reason: str) -> None:
-    if events is not None:
-        events.event("skipped_checkpoint", reason=reason)
 
 
 def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ so it works while the main thread waits in a collective for ever.
     the launcher died; STOP of this attempt       the same
     SAVE of this attempt                          sets the flag that `should_save` reads
     another rank's error file                     grants the main thread `GRACE_S` to fail by itself, then leaves
-    a process of this host gone, without a word   the same (launchers that end nobody: `local`, `spawn`)
+    a process of this host gone, without a word   the same (where no `srun` ends the others)
     a phase that outlived its limit               writes all stacks and where the main thread stands, then leaves
 
 Who is to blame for a hang. When one rank hangs, all ranks outlive their limit at the same moment, and most of them only
@@ -313,7 +313,7 @@ class Watch:
         if self.reason is not None and not self._told:
             self._told = True
             _write(f"asked to stop ({self.reason}): this rank saves and stops at a step boundary")
-        death = self._silent_death() if self.launcher in ("local", "spawn") else None
+        death = self._silent_death() if self.launcher == "spawn" else None
         if _ranks(self.run.errors(self.attempt), "json") - {self.rank}:
             first = rundir.first_error(self.run, self.attempt)
             if first is not None and not (first["secondary"] and death):
@@ -410,6 +410,11 @@ def end_attempt(run: RunDir, attempt: int, ended: str, exit_code: int) -> None:
     """Rank 0's last word in attempts.jsonl; whoever started the run adds what it knows."""
     fields = {"end": time.time(), "ended": ended, "exit_code": exit_code}
     rundir.record_attempt(run, attempt, **fields, **rundir.attempt_steps(run, attempt))
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def node_name() -> str:

@@ -4,14 +4,12 @@ The same function runs under every launcher. What differs between them is which 
 and how the ranks find each other:
 
     launcher                rank, size, local rank                      rendezvous
-    pithtrain train         RANK WORLD_SIZE LOCAL_RANK, no MASTER_ADDR  file store in the attempt's log folder
-    submitit, local         SUBMITIT_LOCAL_GLOBALID NTASKS LOCALID      file store in the attempt's log folder
-    submitit, Slurm; srun   SLURM_PROCID NTASKS LOCALID                 tcp, first node, port derived from the job id
-    torchrun                RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR      env:// (torchrun chose the port)
+    `submit.foreground`     RANK WORLD_SIZE                             file store in the attempt's log folder
+    submitit, Slurm         SLURM_PROCID NTASKS LOCALID                 tcp, first node, port derived from the job id
 
 A file store and a derived port are why two runs on one host never meet. The attempt number is decided once, by whoever
-submits (`PITHTRAIN_ATTEMPT`); a requeue by Slurm or a restart by torchrun adds its own count, so all ranks agree
-without asking each other and no log is ever overwritten.
+submits (`PITHTRAIN_ATTEMPT`); a requeue by Slurm adds its own count, so all ranks agree without asking each other and
+no log is ever overwritten.
 
 What is promised here, beside what `watch` does (signals, hangs, killed ranks, a launcher that dies):
 
@@ -34,22 +32,21 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from pithtrain import rundir
 from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, Stalled
 from pithtrain.rundir import RunDir
 from pithtrain.slurm import hostnames
 from pithtrain.spec import load
-from pithtrain.watch import Watch, end_attempt, standing
+from pithtrain.watch import Watch, end_attempt, standing, usable_cores
 
 if TYPE_CHECKING:
     from pithtrain.world import Place
 
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the kernel's ephemeral range, which starts at 32768
-GIVEN_DEVICES = "PITHTRAIN_CUDA_VISIBLE_DEVICES"  # carries CUDA_VISIBLE_DEVICES past submitit's local executor
 PARENT = "PITHTRAIN_PARENT"  # the pid of a launcher of ours: it may be dead before this process can ask
 INTERACTIVE_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from here on
 
@@ -63,7 +60,7 @@ LOST_PEER = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """What a launcher's environment says. `launcher`: spawn, torchrun, local, slurm, or alone (0 of 1)."""
+    """What a launcher's environment says. `launcher`: spawn, slurm, or alone (0 of 1)."""
 
     launcher: str
     rank: int
@@ -81,12 +78,7 @@ def seat(env: Mapping[str, str]) -> Seat:
     SpecError for a variable that is no number."""
     if "RANK" in env and "WORLD_SIZE" in env:
         size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
-        launcher = "torchrun" if "MASTER_ADDR" in env else "spawn"
-        local_rank, local_size = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", size)
-        return Seat(launcher, rank, size, local_rank, local_size, _number(env, "TORCHELASTIC_RESTART_COUNT", 0))
-    if env.get("SUBMITIT_EXECUTOR") == "local":
-        size, local_rank = _number(env, "SUBMITIT_LOCAL_NTASKS"), _number(env, "SUBMITIT_LOCAL_LOCALID")
-        return Seat("local", _number(env, "SUBMITIT_LOCAL_GLOBALID"), size, local_rank, size, 0)
+        return Seat("spawn", rank, size, rank, size, 0)
     if "SLURM_PROCID" in env and 0 <= _number(env, "SLURM_STEP_ID", -1) < INTERACTIVE_STEP:
         size = _number(env, "SLURM_NTASKS")
         local_size = _number(env, "SLURM_NTASKS_PER_NODE", size // _number(env, "SLURM_NNODES", 1))
@@ -114,10 +106,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 def init_method(env: Mapping[str, str], store: Path) -> str:
     """The rendezvous of torch.distributed for this environment; `store` is the file used on a single host."""
-    launcher = seat(env).launcher
-    if launcher == "torchrun":
-        return "env://"
-    if launcher == "slurm":
+    if seat(env).launcher == "slurm":
         host, port = _slurm_address(env)
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     return f"file://{store}"
@@ -134,12 +123,9 @@ def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
 
 def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     """Host and port of rank 0. `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it. The
-    launch node is where `srun` runs, which is the first node in a batch script and a login node otherwise; Slurm's node
-    *names* need not resolve, so its address is preferred where it is right. Job ids that differ by less than 17000
-    never share a port; two steps of one job differ too."""
-    host = env.get("MASTER_ADDR")
-    if not host and env.get("SUBMITIT_EXECUTOR") == "slurm":
-        host = env.get("SLURM_LAUNCH_NODE_IPADDR")
+    launch node is where `srun` runs, the first node of a batch script; Slurm's node *names* need not resolve, so its
+    address is preferred. Job ids that differ by less than 17000 never share a port; two steps of one job differ too."""
+    host = env.get("MASTER_ADDR") or env.get("SLURM_LAUNCH_NODE_IPADDR")
     if not host:
         host = hostnames(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])[0]
     derived = FIRST_PORT + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % NUM_PORTS
@@ -154,10 +140,9 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
     here = seat(env)
     cpus = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
     if not cpus:
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        cpus = max(1, usable // here.local_world_size)
+        cpus = max(1, usable_cores() // here.local_world_size)
     wanted = {"OMP_NUM_THREADS": str(cpus)}
-    if here.launcher in ("spawn", "local", "alone"):
+    if here.launcher != "slurm":
         wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return {name: value for name, value in wanted.items() if name not in env}
 
@@ -189,10 +174,6 @@ def main(path: Path) -> None:
     attempt = attempt_of(os.environ)
     watch = Watch(run, attempt, here.rank, here.launcher, int(os.environ.get(PARENT, os.getppid())))
     watch.install()
-    if here.launcher == "local":  # submitit numbers the devices from 0, over whatever the user was given
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if GIVEN_DEVICES in os.environ:
-            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop(GIVEN_DEVICES)
     os.environ.update(prepare_environment(os.environ))
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     run.errors(attempt).mkdir(parents=True, exist_ok=True)
@@ -317,34 +298,6 @@ def redirected(path: Path, copy: bool) -> Generator[tuple[TextIO, TextIO], None,
                 os.dup2(old, number)
                 os.close(old)
             sys.stdout, sys.stderr = before
-
-
-# ---- under torchrun or srun by hand ----------------------------------------------------------------------------------
-
-
-def share_from_rank_zero(env: Mapping[str, str], make: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], object]:
-    """What rank 0 makes, on every rank, before there is a run directory to meet in. Uses the store of the rendezvous
-    that `train` will use. Returns the value and the store, which the caller keeps until the end, because rank 0's is
-    the server. A PithtrainError on rank 0 ends all with its exit code."""
-    from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
-
-    here = seat(env)
-    if here.launcher not in ("torchrun", "slurm"):
-        rule = "RANK and WORLD_SIZE are set without MASTER_ADDR, so the ranks cannot meet"
-        raise RunDirError(f"{rule}; unset RANK WORLD_SIZE LOCAL_RANK, or start through torchrun or srun")
-    method = init_method(env, Path(os.devnull))
-    store = next(rendezvous(method, here.rank, here.world_size))[0]
-    key = f"pithtrain/run-{here.restarts}"  # torchrun's store outlives a restart
-    if here.rank == 0:
-        try:
-            store.set(key, json.dumps({"value": make()}))
-        except PithtrainError as error:
-            store.set(key, json.dumps({"exit_code": error.exit_code}))
-            raise
-    answer: dict[str, Any] = json.loads(store.get(key))
-    if "exit_code" in answer:
-        raise SystemExit(answer["exit_code"])  # rank 0 has said why
-    return answer["value"], store
 
 
 if __name__ == "__main__":

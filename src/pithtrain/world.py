@@ -40,7 +40,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Place:
-    """What the launcher says of this process. `init_method`: "file:///path", "tcp://host:port" or "env://"."""
+    """What the launcher says of this process. `init_method`: "file:///path" or "tcp://host:port"."""
 
     rank: int
     world_size: int
@@ -156,8 +156,6 @@ def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSec
     limit = datetime.timedelta(seconds=timeouts.init_timeout_s)
     store = next(rendezvous(place.init_method, place.rank, place.world_size, timeout=limit))[0]
     store.set_timeout(limit)
-    # torchrun's store outlives the ranks: in it, a restart would find the addresses of those that are gone
-    store = dist.PrefixStore(f"attempt-{place.attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
     if device.type == "cuda":
         _require_own_device(place, device)

@@ -74,21 +74,36 @@ class Sharded:
         """This rank's shard of the main gradient, summed over the group once `reduce` has been waited for."""
         return self._own(self._grad)[: self.master.shape[0]]
 
-    def adamw(
-        self, adam: "AdamW", lr: float, weight_decay: float, updates: Tensor, clip: Tensor, skipped: Tensor
-    ) -> None:
-        """One pass over the shard on CUDA: 16 bytes a parameter read, 12 and the weight written; 4 less each way with
-        moments in bf16. `updates` counts this one."""
-        from pithtrain.ops import kernels
+    def adamw(self, adam: "AdamW", lr: float, updates: Tensor, clip: Tensor, skipped: Tensor, by_kernel: bool) -> None:
+        """The update of the shard; `updates` counts this one, `clip` divides the gradient. By the kernel, which writes
+        this rank's rows of the weight too, one pass: 16 bytes a parameter read, 12 and the weight written; 4 less each
+        way with moments in bf16."""
+        decay = adam.weight_decay if self.info.decay else 0.0
+        kept = self.exp_avg, self.exp_avg_sq
+        if by_kernel:
+            from pithtrain.ops import kernels
 
-        kernels.adamw(
-            *(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self._own(self._data)),
-            *(updates, clip, skipped, lr, adam.betas, adam.eps, weight_decay, self._keys, self._first),
+            kernels.adamw(
+                *(self.master, *kept, self.grad, self._own(self._data)),
+                *(updates, clip, skipped, lr, adam.betas, adam.eps, decay, self._keys, self._first),
+            )
+            return
+        wide = kept[0].to(self.master.dtype), kept[1].to(self.master.dtype)  # themselves, unless in bf16
+        adamw(
+            *([self.master], [self.grad], [wide[0]], [wide[1]], [], [updates - 1]),
+            fused=True,
+            grad_scale=clip,
+            found_inf=skipped,
+            amsgrad=False,
+            beta1=adam.betas[0],
+            beta2=adam.betas[1],
+            lr=lr,
+            weight_decay=decay,
+            eps=adam.eps,
+            maximize=False,
         )
-
-    def store_moments(self, values: tuple[Tensor, Tensor], updates: Tensor) -> None:
-        """Rounds what is wider than the moments; values that were not changed come back as they are."""
-        store_moments((self.exp_avg, self.exp_avg_sq), values, self._keys, updates, self._first)
+        if wide[0] is not kept[0]:  # what was not changed comes back as it was
+            store_moments(kept, wide, self._keys, updates, self._first)
 
     def reduce(self) -> dist.Work | None:
         """Start the sum over the group, in place: this rank's chunk of the main gradient receives it."""
@@ -163,13 +178,15 @@ class Zero:
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
         self._trained = [one for one in self.sharded.values() if one.info.trained]
         for one in self._trained:
-            groups.setdefault(_bucket_key(one.info), []).append(one)
+            # a layer's dense parameters, or its experts; embedding, final norm and head each alone
+            kind = one.info.name if one.info.layer is None else one.info.kind
+            groups.setdefault((one.info.layer, kind), []).append(one)
         self._buckets = [
             Bucket(members, sum(2 if one.info.name == tied else 1 for one in members)) for members in groups.values()
         ]
         self._units: dict[int | str, list[Sharded]] = {}  # what `arrived` is asked for, in the order of first use
         for one in self.sharded.values():
-            self._units.setdefault(_unit(one.info), []).append(one)
+            self._units.setdefault(one.info.name if one.info.layer is None else one.info.layer, []).append(one)
         self._coming: dict[int | str, Sequence[dist.Work | None]] = {}
         self._updates = torch.zeros((), dtype=torch.float32, device=world.device)
         self._kernels = world.device.type == "cuda" and dtype == torch.bfloat16
@@ -220,35 +237,13 @@ class Zero:
         for unit, members in self._units.items():
             for one in members:
                 if one.info.trained:
-                    self._adamw(one, adam, lr, clip, skipped)
+                    one.adamw(adam, lr, self._updates, clip, skipped, self._kernels)
                 else:
                     assert one.info.layer is not None, one.info.name
                     step_E = bias_step(counts_LE[one.info.layer], bias_rate) * (1 - skipped)
                     one.master += step_E[one.first_row :][: len(one.master)]
             self._publish(unit, written=self._kernels)
         return skipped
-
-    def _adamw(self, one: Sharded, adam: AdamW, lr: float, clip: Tensor, skipped: Tensor) -> None:
-        decay = adam.weight_decay if one.info.decay else 0.0
-        if self._kernels:
-            one.adamw(adam, lr, decay, self._updates, clip, skipped)
-            return
-        moments = one.exp_avg.to(one.master.dtype), one.exp_avg_sq.to(one.master.dtype)  # themselves, unless in bf16
-        adamw(
-            *([one.master], [one.grad], [moments[0]], [moments[1]], [], [self._updates - 1]),
-            fused=True,
-            grad_scale=clip,  # divides the gradient
-            found_inf=skipped,
-            amsgrad=False,
-            beta1=adam.betas[0],
-            beta2=adam.betas[1],
-            lr=lr,
-            weight_decay=decay,
-            eps=adam.eps,
-            maximize=False,
-        )
-        if moments[0] is not one.exp_avg:
-            one.store_moments(moments, self._updates)
 
     @property
     def updates(self) -> int:
@@ -270,15 +265,6 @@ class Zero:
     def _publish(self, unit: int | str, written: bool) -> None:
         """`written`: AdamW's kernel has written the weights of this rank that it trains."""
         self._coming[unit] = [one.publish(written and one.info.trained) for one in self._units[unit]]
-
-
-def _unit(info: Parameter) -> int | str:
-    return info.name if info.layer is None else info.layer
-
-
-def _bucket_key(info: Parameter) -> tuple[int | None, str]:
-    """A layer's dense parameters, or its experts; embedding, final norm and head each alone."""
-    return info.layer, info.kind if info.layer is not None else info.name
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:

@@ -1,21 +1,10 @@
 """What a model promises to the rest: its numbers without torch (`config.py`), its blocks with it (`model.py`).
 
 A model is one folder that holds exactly these two files; the spec names the folder (`model.architecture`), and nothing
-else knows of it. There is no table to add to. This page holds
-
-- `ModelConfig`, the Protocol that a folder's class `Config` satisfies: sizes, the parameter table, FLOPs;
-- `ModelModule`, what `model.py` defines, and `Layer`, what it builds;
-- `Parameter`, a row of that table: build allocates and initialises from it, zero shards by it, checkpoint names by it;
-- `HfTensor`, a tensor of a Hugging Face file and its place among our parameters: convert reads and writes by it;
-- what tables are written with: `matrix`, `vector`, `linear` and `mlp` for the rows of a layer, `whole_table` for those
-  around them; `per_expert` and `usual_files` for `hf_tensors()`;
-- FLOPs of any model, from the numbers of its layers: `causal_keys`, `layer_flops`, `head_flops`, `flops_per_token`;
-  and `active_parameters`;
-- `Strict`, `Integer`, `Positive`, `only`, `PlainRope` and `check`, the rules by which text becomes a `Config` (and a
-  section of the spec); `rename`, `one_rope` and `put`, with which `canonical` reads other spellings; `NO_EFFECT`, the
-  fields that no family reads;
-- `load_config`, `load_ignored` and `load_model`, which import a folder, and `architectures` and `architecture_of`,
-  which find one. `load_model` is the one function here that loads torch.
+else knows of it. There is no table to add to. This page holds what a folder must define (`ModelConfig`, `ModelModule`),
+the rows of its tables (`Parameter`, `HfTensor`) and what writes them, the FLOPs of any model from the numbers of its
+layers, the rules by which text becomes a `Config` (and a section of the spec), and what imports a folder. `load_model`
+is the one function here that loads torch.
 
 A `config.py` defines
     Config   a frozen `Strict` model whose fields carry the Hugging Face names and which satisfies `ModelConfig`;

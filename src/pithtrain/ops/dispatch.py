@@ -18,7 +18,7 @@ collectives (NCCL, gloo) or, inside an NVLink domain, copies into the peers' mem
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -150,23 +150,7 @@ def places(counts_GG2: np.ndarray[Any, Any], rank: int) -> Places:
     return Places(Blocks(sent, received, out.tolist()), Blocks(received, sent, home.tolist()), slots, most.tolist())
 
 
-class Edge(Protocol):
-    """What the tape needs of an exchange. Shapes: T tokens, H hidden, K experts per token, U received rows, q slots.
-    `keep`: whether received rows are read after the next launch of their direction."""
-
-    def launch_counts(self) -> None: ...
-    def wait_counts(self) -> None: ...
-    def launch_dispatch(self, n_TH: Tensor) -> None: ...
-    def received(self, keep: bool = True) -> Received: ...
-    def launch_combine(self, out_UH: Tensor) -> None: ...
-    def combined(self, mid_TH: Tensor, shared_TH: Tensor | None) -> Tensor: ...
-    def launch_combine_t(self, dh_TH: Tensor) -> None: ...
-    def received_t(self, keep: bool = True) -> Tensor: ...
-    def launch_dispatch_t(self, drows_UH: Tensor, dw_Uq: Tensor) -> None: ...
-    def returned_t(self, dn_TH: Tensor | None) -> tuple[Tensor, Tensor]: ...
-
-
-def open_exchange(ids_TK: Tensor, w_TK: Tensor, num_experts: int, forward: Lane, backward: Lane, dedup: bool) -> Edge:
+def open_exchange(ids_TK: Tensor, w_TK: Tensor, num_experts: int, forward: Lane, backward: Lane, dedup: bool) -> "Edge":
     """The exchange of one layer call, from its expert ids and routing weights. `forward` and `backward` have one
     size."""
     if forward.size == 1:
@@ -219,7 +203,9 @@ class LocalExchange:
 
 
 class Exchange:
-    """Expert-parallel size > 1. Construction does the index work on the device, without a host synchronisation."""
+    """Expert-parallel size > 1. Construction does the index work on the device, without a host synchronisation. Shapes:
+    T tokens, H hidden, K experts per token, U received rows, q slots. `keep`: received rows are read after the next
+    launch of their direction."""
 
     def __init__(self, ids_TK: Tensor, w_TK: Tensor, experts_per_rank: int, forward: Lane, backward: Lane, dedup: bool):
         self._forward, self._backward = forward, backward
@@ -304,6 +290,9 @@ class Exchange:
     def _sum_over_ranks(self, rows_UH: Tensor, *plus: Tensor | None) -> Tensor:
         """Per rank the copies in order, then over ranks in order: the same for dedup and plain dispatch."""
         return ordered_sum(rows_UH, self._row_TGC, plus=[term for term in plus if term is not None])
+
+
+Edge = LocalExchange | Exchange
 
 
 def _plus(rows_TH: Tensor, *plus: Tensor | None) -> Tensor:

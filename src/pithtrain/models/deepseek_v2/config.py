@@ -18,8 +18,9 @@ H 2048, 16 heads of 128 + 64 and 128, latent 512, 6 of 64 experts of 1408 and tw
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
@@ -178,7 +179,6 @@ class Config(Strict):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def is_moe(self, layer: int) -> bool:
-        """Whether this layer (from 0) has routed experts."""
         return layer >= self.first_k_dense_replace
 
     def _projections(self) -> Iterator[tuple[str, int, int, bool]]:
@@ -216,7 +216,6 @@ class Config(Strict):
         yield from mlp(f"{prefix}.mlp.shared_experts", H, self.n_shared_experts * I, std, layer, bias=self.mlp_bias)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every parameter once, under its canonical name."""
         return whole_table(self, self.initializer_range, self._layer_parameters)
 
     def hf_tensors(self) -> tuple[HfTensor, ...]:
@@ -252,7 +251,6 @@ class Config(Strict):
         return weights + (self.n_routed_experts + experts) * self.hidden_size
 
     def attention_flops(self, layer: int, sequence_length: int) -> float:
-        """Of the attention core, per token."""
         return 6 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * causal_keys(sequence_length)
 
     def carried(self, layer: int) -> Carried:
@@ -312,74 +310,23 @@ TINY = Config(
     initializer_range=0.02,
 )
 
-_PLAIN: dict[str, object] = {"rope_type": "default", "rope_theta": 500.0}
-_YARN = TINY.rope_parameters.model_dump()
-_V3: dict[str, object] = {
-    "model_type": "deepseek_v3",
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "n_group": 4,
-    "topk_group": 2,
-    "q_lora_rank": 24,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-}
-
-VARIANTS: dict[str, dict[str, object]] = {
-    "query latent, biases everywhere": {"q_lora_rank": 24, "attention_bias": True, "mlp_bias": True},
-    "groups, factor, shared experts": {
-        "topk_method": "group_limited_greedy",
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 3,
-        "routed_scaling_factor": 16.0,
-        "n_shared_experts": 2,
-    },
-    "V3": _V3,
-    "V3, one group, unnormalised, biases, halves": {
-        **_V3,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-        "attention_bias": True,
-        "rope_interleave": False,
-        "first_k_dense_replace": 0,
-    },
-    "eps": {**_V3, "rms_norm_eps": 1e-3},
-    "mscale 1, factor 40": {
-        "rope_parameters": {**_YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "max_position_embeddings": 10240,
-    },
-    "every YaRN number": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 40.0,
-            "original_max_position_embeddings": 512,
-            "beta_fast": 16.0,
-            "beta_slow": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.8,
-        },
-        "max_position_embeddings": 20480,
-    },
-    "plain rope, tied head": {"rope_parameters": _PLAIN, "tie_word_embeddings": True, "max_position_embeddings": 64},
-    "widths of heads": {
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-    },
-    "every other size": {
-        "vocab_size": 96,
-        "num_hidden_layers": 5,
-        "first_k_dense_replace": 2,
-        "kv_lora_rank": 20,
-        "qk_rope_head_dim": 4,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 4,
-        "initializer_range": 0.1,
-    },
-}
+VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
+query latent, biases everywhere: {q_lora_rank: 24, attention_bias: true, mlp_bias: true}
+groups, factor, shared experts: {topk_method: group_limited_greedy, n_group: 4, topk_group: 2, num_experts_per_tok: 3,
+  routed_scaling_factor: 16.0, n_shared_experts: 2}
+V3: &V3 {model_type: deepseek_v3, scoring_func: sigmoid, topk_method: noaux_tc, n_group: 4, topk_group: 2,
+  q_lora_rank: 24, norm_topk_prob: true, routed_scaling_factor: 2.5}
+V3, one group, unnormalised, biases, halves: {<<: *V3, n_group: 1, topk_group: 1, norm_topk_prob: false,
+  attention_bias: true, rope_interleave: false, first_k_dense_replace: 0}
+eps: {<<: *V3, rms_norm_eps: 0.001}
+mscale 1, factor 40: {max_position_embeddings: 10240, rope_parameters: {rope_type: yarn, factor: 40.0,
+  rope_theta: 1000.0, original_max_position_embeddings: 256, beta_fast: 32.0, beta_slow: 1.0, mscale: 1.0,
+  mscale_all_dim: 1.0}}
+every YaRN number: {max_position_embeddings: 20480, rope_parameters: {rope_type: yarn, rope_theta: 500.0, factor: 40.0,
+  original_max_position_embeddings: 512, beta_fast: 16.0, beta_slow: 4.0, mscale: 1.0, mscale_all_dim: 0.8}}
+plain rope, tied head: {rope_parameters: {rope_type: default, rope_theta: 500.0}, tie_word_embeddings: true,
+  max_position_embeddings: 64}
+widths of heads: {hidden_size: 64, num_attention_heads: 8, num_key_value_heads: 8, qk_nope_head_dim: 16, v_head_dim: 12}
+every other size: {vocab_size: 96, num_hidden_layers: 5, first_k_dense_replace: 2, kv_lora_rank: 20,
+  qk_rope_head_dim: 4, intermediate_size: 40, moe_intermediate_size: 24, n_routed_experts: 4, initializer_range: 0.1}
+""")

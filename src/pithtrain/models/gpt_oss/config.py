@@ -19,6 +19,7 @@ FLOPs per token (forward and backward, `6 x` the weights a token meets, plus the
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, cast
 
+import yaml
 from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
@@ -176,7 +177,6 @@ class Config(Strict):
         yield vector(f"{prefix}.mlp.experts.down_proj_bias", (E, H), "zeros", layer)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every parameter once, under its canonical name."""
         return whole_table(self, self.initializer_range, self._layer_parameters)
 
     def hf_tensors(self) -> tuple[HfTensor, ...]:
@@ -193,13 +193,11 @@ class Config(Strict):
         return {"architectures": ["GptOssForCausalLM"], **fields, "rope_scaling": scaling, "rope_theta": theta}
 
     def linear_weights(self, layer: int) -> int:
-        """Weights of one layer that a token meets in matrix products: k of the E experts."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads  # q and o, k and v
         experts = 3 * self.num_experts_per_tok * self.intermediate_size
         return (heads * self.head_dim + self.num_experts + experts) * self.hidden_size
 
     def attention_flops(self, layer: int, sequence_length: int) -> float:
-        """Of the attention core, per token."""
         keys = causal_keys(sequence_length, self.window(layer))
         return 6 * self.num_attention_heads * 2 * self.head_dim * keys
 
@@ -246,44 +244,18 @@ TINY = Config(
     initializer_range=0.08,
 )
 
-_YARN = TINY.rope_parameters.model_dump(exclude_none=True)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "window of 5, reversed order, slope": {
-        "sliding_window": 5,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-        "swiglu_alpha": 0.9,
-    },
-    "full attention, plain rope, no biases": {
-        "layer_types": ["full_attention"] * 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-        "attention_bias": False,
-    },
-    "attention_factor of 1, rounded bounds, another base": {
-        "rope_parameters": {**_YARN, "attention_factor": 1.0, "truncate": True, "rope_theta": 90.0},
-    },
-    "factor, context, bounds": {
-        "rope_parameters": {
-            **_YARN,
-            "factor": 32.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 8.0,
-            "beta_slow": 1.0,
-            "attention_factor": 1.4,
-        },
-        "max_position_embeddings": 2048,
-    },
-    "tied head, one key/value head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
-    "eps, limit, other sizes": {
-        "vocab_size": 96,
-        "hidden_size": 24,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 6,
-        "head_dim": 12,
-        "intermediate_size": 20,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 3,
-        "rms_norm_eps": 1e-2,
-        "swiglu_limit": 0.6,
-        "initializer_range": 0.1,
-    },
-}
+VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
+window of 5, reversed order, slope: {sliding_window: 5, swiglu_alpha: 0.9,
+  layer_types: [full_attention, sliding_attention, sliding_attention, full_attention]}
+full attention, plain rope, no biases: {layer_types: [full_attention, full_attention, full_attention, full_attention],
+  rope_parameters: {rope_type: default, rope_theta: 500.0}, attention_bias: false}
+attention_factor of 1, rounded bounds, another base: {rope_parameters: {rope_type: yarn, rope_theta: 90.0, factor: 4.0,
+  original_max_position_embeddings: 16, beta_fast: 2.0, beta_slow: 0.25, truncate: true, attention_factor: 1.0}}
+factor, context, bounds: {max_position_embeddings: 2048, rope_parameters: {rope_type: yarn, rope_theta: 150.0,
+  factor: 32.0, original_max_position_embeddings: 64, beta_fast: 8.0, beta_slow: 1.0, truncate: false,
+  attention_factor: 1.4}}
+tied head, one key/value head: {tie_word_embeddings: true, num_key_value_heads: 1}
+eps, limit, other sizes: {vocab_size: 96, hidden_size: 24, num_hidden_layers: 5, num_attention_heads: 6, head_dim: 12,
+  intermediate_size: 20, num_local_experts: 4, num_experts_per_tok: 3, rms_norm_eps: 0.01, swiglu_limit: 0.6,
+  initializer_range: 0.1}
+""")

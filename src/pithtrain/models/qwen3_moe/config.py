@@ -14,8 +14,9 @@ FLOPs per token (forward and backward, `6 x` the weights a token meets, plus the
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
@@ -103,7 +104,6 @@ class Config(Strict):
         return self
 
     def is_moe(self, layer: int) -> bool:
-        """Whether this layer (from 0) has routed experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def _layer_parameters(self, layer: int) -> Iterator[Parameter]:
@@ -125,7 +125,6 @@ class Config(Strict):
             yield from mlp(f"{prefix}.mlp", H, self.intermediate_size, std, layer)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every parameter once, under its canonical name."""
         return whole_table(self, self.initializer_range, self._layer_parameters)
 
     def hf_tensors(self) -> tuple[HfTensor, ...]:
@@ -138,7 +137,6 @@ class Config(Strict):
         return {"architectures": ["Qwen3MoeForCausalLM"], **fields, "rope_theta": self.rope_parameters.rope_theta}
 
     def linear_weights(self, layer: int) -> int:
-        """Weights of one layer that a token meets in matrix products: k of the E experts."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads  # q and o, k and v
         weights = heads * self.head_dim * self.hidden_size
         if not self.is_moe(layer):
@@ -147,7 +145,6 @@ class Config(Strict):
         return weights + (self.num_experts + experts) * self.hidden_size
 
     def attention_flops(self, layer: int, sequence_length: int) -> float:
-        """Of the attention core, per token."""
         return 6 * self.num_attention_heads * 2 * self.head_dim * causal_keys(sequence_length)
 
     def carried(self, layer: int) -> Carried:
@@ -179,23 +176,13 @@ TINY = Config(
     initializer_range=0.02,
 )
 
-VARIANTS: dict[str, dict[str, object]] = {
-    "tied head": {"tie_word_embeddings": True, "initializer_range": 0.05},
-    "biases, no renormalisation": {"attention_bias": True, "norm_topk_prob": False, "max_position_embeddings": 64},
-    "every second layer MoE, wide heads": {"mlp_only_layers": [], "decoder_sparse_step": 2, "head_dim": 16},
-    "eps, rope base, top-4": {
-        "rms_norm_eps": 1e-3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-        "num_experts_per_tok": 4,
-    },
-    "one key/value head": {"num_key_value_heads": 1, "mlp_only_layers": [1, 3], "max_position_embeddings": 4096},
-    "other sizes": {
-        "vocab_size": 96,
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 24,
-        "num_experts": 6,
-    },
-}
+VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
+tied head: {tie_word_embeddings: true, initializer_range: 0.05}
+biases, no renormalisation: {attention_bias: true, norm_topk_prob: false, max_position_embeddings: 64}
+every second layer MoE, wide heads: {mlp_only_layers: [], decoder_sparse_step: 2, head_dim: 16}
+eps, rope base, top-4: {rms_norm_eps: 0.001, rope_parameters: {rope_type: default, rope_theta: 500.0},
+  num_experts_per_tok: 4}
+one key/value head: {num_key_value_heads: 1, mlp_only_layers: [1, 3], max_position_embeddings: 4096}
+other sizes: {vocab_size: 96, hidden_size: 48, num_hidden_layers: 3, num_attention_heads: 6, intermediate_size: 40,
+  moe_intermediate_size: 24, num_experts: 6}
+""")
