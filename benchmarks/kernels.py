@@ -147,7 +147,7 @@ class Case(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose kernel has TEXT in its name")
-    parser.add_argument("--tune", action="store_true", help="time other tiles of the weight gradient too")
+    parser.add_argument("--tune", action="store_true", help="time other tiles: of weight gradients, or of fp8 (--only)")
     parser.add_argument("--check", action="store_true", help="tiny shapes: compare the results, measure nothing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()

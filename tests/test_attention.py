@@ -205,6 +205,14 @@ def test_long_documents_one_by_one_are_the_packed_call(monkeypatch: pytest.Monke
         assert_near(x, want, 1e-13)
 
 
+def test_long_documents_take_few_lengths() -> None:
+    """cuDNN makes a plan for each: docs/long-sequences.md tells how many."""
+    for window, plans in ((8_192, 17), (32_768, 49), (131_072, 81)):
+        lengths = range(ops_attention.LONG, window + 1)
+        assert len({ops_attention._alone(length) for length in lengths}) == plans
+        assert all(length <= ops_attention._alone(length) <= length * 17 / 16 for length in lengths)
+
+
 def test_a_large_score_does_not_overflow() -> None:
     q, k, v, sinks = inputs((4, 2), (6, 6), 9, torch.float32)
     out = attention(q * 1e3, k * 1e3, v, 1.0, None, sinks)

@@ -339,8 +339,10 @@ def model_folder(tmp_path: Path, change: Mapping[str, str]) -> Path:
     """The Qwen3-MoE folder outside the package, under another name; `change`s of its two files."""
     folder = tmp_path / "copied"
     shutil.copytree(ROOT / "src/pithtrain/models/qwen3_moe", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in folder.glob("*.py"):
-        text = file.read_text().replace("pithtrain.models.qwen3_moe.", "copied.")
+    texts = {file: file.read_text().replace("pithtrain.models.qwen3_moe.", "copied.") for file in folder.glob("*.py")}
+    for old in change:
+        assert any(old in text for text in texts.values()), f"{old} stands nowhere: this plants nothing"
+    for file, text in texts.items():
         for old, new in change.items():
             text = text.replace(old, new)
         file.write_text(text)
@@ -372,7 +374,7 @@ def test_a_model_outside_the_package_equals_transformers(tmp_path: Path) -> None
         ({"rotate_halves(": "rotate_pairs(", "rotate_halves": "rotate_halves, rotate_pairs"}, r"tiny differs by"),
         ({"**NO_EFFECT,": ONE_LESS}, r"field use_cache is neither read"),
         ({"config.norm_topk_prob": "True"}, r"biases, no renormalisation differs by"),
-        ({'"norm_topk_prob": False, ': ""}, r"field norm_topk_prob is True in every config"),
+        ({"norm_topk_prob: false, ": ""}, r"field norm_topk_prob is True in every config"),
     ],
     ids=["rotary layout", "forgotten field", "constant", "untried field"],
 )

@@ -112,7 +112,11 @@ def test_the_script_as_text(tmp_path: Path) -> None:
     {py} -m pithtrain.batch after /shared/runs/fake $rc
     exit $?"""
     spec = load(spec_file(tmp_path), overrides)
-    assert submit.render(spec, run, attempt=3) == textwrap.dedent(expected)
+    text = submit.render(spec, run, attempt=3)
+    assert text == textwrap.dedent(expected)
+    told = (Path(__file__).parents[1] / "docs/slurm.md").read_text().splitlines()
+    always = [line for line in text.splitlines() if line.startswith(("# ", "trap", "set ", "rc=", "exit"))]
+    assert len(always) > 6 and not [line for line in always if line not in told], "docs/slurm.md has another script"
 
 
 def test_a_cpu_run_asks_for_tasks_and_no_gpu(tmp_path: Path) -> None:

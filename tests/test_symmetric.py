@@ -163,13 +163,14 @@ def shared_job(place: Place, fields: dict[str, Any], num_steps: int, folder: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(("mode", "eight"), [("none", False), ("selective", False), ("full", False), ("none", True)])
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)], ids=["ep2", "pp2ep2"])
 def test_the_engine_over_shared_memory_is_bitwise_that_over_gloo(
-    pool: Pool, tmp_path: Path, mesh: tuple[int, int, int], mode: str
+    pool: Pool, tmp_path: Path, mesh: tuple[int, int, int], mode: str, eight: bool
 ) -> None:
     """Pairs of both directions in flight; rows that a backward gathers again are kept, others read in place."""
-    spec = make_spec(*mesh, activation_checkpoint={"mode": mode}, model={"num_experts_per_tok": 3})
+    sections = {"activation_checkpoint": {"mode": mode}, "fp8": {"enabled": eight, "recipe": "rowwise"}}
+    spec = make_spec(*mesh, model={"num_experts_per_tok": 3}, **sections)
     fields = spec.model_dump(mode="json")
     want = gather_ran(pool.run(spec.world_size, steps_job, fields, 2))
     found = gather_ran(pool.run(spec.world_size, shared_job, fields, 2, tmp_path))

@@ -174,9 +174,10 @@ def check(path: Path, content: Marker, about: dict[str, Any]) -> None:
 
 
 def differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
-    """Dotted key, their value, our value, wherever two JSON values differ."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        left, right = cast(dict[str, Any], theirs), cast(dict[str, Any], ours)
+    """Dotted key, their value, our value, wherever two JSON values differ; nothing beside a mapping has none of its
+    keys."""
+    if isinstance(theirs or ours, dict) and isinstance(theirs or {}, dict) and isinstance(ours or {}, dict):
+        left, right = cast(dict[str, Any], theirs or {}), cast(dict[str, Any], ours or {})
         keys = sorted({*left, *right})
         return [item for k in keys for item in differences(f"{key}.{k}", left.get(k), right.get(k))]
     return [] if theirs == ours else [(key, theirs, ours)]

@@ -157,9 +157,7 @@ def train(
 
     Ctrl-C saves at the next step and ends with exit code 4.
     """
-    if (here := worker.seat(os.environ)).world_size > 1:
-        rule = f"this is rank {here.rank} of {here.world_size}, by RANK and WORLD_SIZE or by srun"
-        raise RunDirError(f"{rule}, and `train` starts a run's ranks itself; call it once, or unset RANK WORLD_SIZE")
+    _require_alone()
     _foreground(_create(_load(config, overrides, name), run_dir))
 
 
@@ -183,9 +181,11 @@ def resume(
         before = load(found.spec_yaml).slurm.exclude
         changes.append(f"slurm.exclude={json.dumps(','.join(filter(None, [before, exclude])))}")
     if rundir.last_job(found).get("launcher") == "train":
-        with rundir.locked(found):
+        _require_alone()
+        with rundir.locked(found):  # until it says that it runs: another `resume` waits, and is refused
             print("\n".join(starting.prepare_resume(found, changes, "local", force)))
-        _foreground(found)
+            attempt = starting.claim_here(found)
+        _foreground(found, attempt)
         return
     with rundir.locked(found):
         print("\n".join(starting.resume(found, changes, force, exclude is not None)))
@@ -239,8 +239,15 @@ def sweep(
         print(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
 
 
-def _foreground(run: RunDir) -> None:
-    starting.foreground(run, load(run.spec_yaml))
+def _require_alone() -> None:
+    if (here := worker.seat(os.environ)).world_size > 1:
+        names = "RANK and WORLD_SIZE" if here.launcher == "spawn" else "SLURM_PROCID and SLURM_NTASKS"
+        rule = f"{names} say that this is rank {here.rank} of {here.world_size}"
+        raise RunDirError(f"{rule}, and a run's ranks are started here: call it once, without a launcher around it")
+
+
+def _foreground(run: RunDir, attempt: int | None = None) -> None:
+    starting.foreground(run, load(run.spec_yaml), attempt)
     print(f"done: {run.path}")
 
 

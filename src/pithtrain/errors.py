@@ -22,6 +22,7 @@ Worked example, two mistakes reported at once:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 LONGEST_VALUE = 120  # characters of a refused value that are shown: enough to recognise it, not a page of YAML
@@ -38,7 +39,13 @@ class PithtrainError(Exception):
     retry = False
 
 
-ABSENT = object()  # stands for the value of a key that is not there: a message shows no value then
+class Absent(Enum):
+    """Stands for the value of a key that is not there, also in another process: a message shows no value then."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
 
 
 def show(value: object) -> str:

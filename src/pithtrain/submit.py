@@ -203,7 +203,7 @@ def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
         if pid := os.fork():
             rundir.record_job(run, attempt, job_id=str(pid), time=time.time())
         else:
-            foreground(run, spec, attempt)
+            foreground(run, spec, attempt, spec.slurm.time_minutes)
         return
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError
@@ -354,16 +354,22 @@ def grid_name(base: str, point: Mapping[str, str]) -> str:
 # ---- in the foreground -----------------------------------------------------------------------------------------------
 
 
-def foreground(run: RunDir, spec: RunSpec, attempt: int | None = None) -> None:
+def claim_here(run: RunDir) -> int:
+    """The next attempt, as this process's."""
+    attempt = rundir.claim_attempt(run)
+    here = {"job_id": str(os.getpid()), "launcher": "train", "host": socket.gethostname(), "time": time.time()}
+    rundir.record_job(run, attempt, **here)
+    return attempt
+
+
+def foreground(run: RunDir, spec: RunSpec, attempt: int | None = None, minutes: float | None = None) -> None:
     """Start one process per rank on this host and stay until all have ended. Ctrl-C and SIGTERM ask the run to save and
     stop; a second Ctrl-C kills it. Raises RunFailed with the first cause and its exit code, StoppedEarly when the run
-    saved its state before its last step. `attempt`: one that `submit` claimed, which `slurm.time` limits."""
+    saved its state before its last step. `attempt`: one that is claimed already; `minutes`: its time limit."""
     rundir.require_own(run)
-    size, minutes = spec.world_size, None if attempt is None else spec.slurm.time_minutes
+    size = spec.world_size
     if attempt is None:
-        attempt = rundir.claim_attempt(run)
-        here = {"job_id": str(os.getpid()), "launcher": "train", "host": socket.gethostname(), "time": time.time()}
-        rundir.record_job(run, attempt, **here)
+        attempt = claim_here(run)
     env = task_environment(run, spec, attempt) | {worker.PARENT: str(os.getpid())}
     # held back until there is a handler, here and in each worker, which inherits the mask: nobody dies unheard
     signal.pthread_sigmask(signal.SIG_BLOCK, watch.STOP_SIGNALS)
@@ -384,8 +390,8 @@ def foreground(run: RunDir, spec: RunSpec, attempt: int | None = None) -> None:
 
 def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.inf) -> list[int]:
     """Wait for all tasks and return their exit codes, negative for a signal, 1 for one that had to be killed here.
-    Forwards SIGINT and SIGTERM as SIGTERM; the second SIGINT kills. Sends SIGUSR2 after `limit_s`. Ends all soon after
-    the first that fails."""
+    Forwards SIGINT and SIGTERM as SIGTERM, and SIGUSR2; the second SIGINT kills. Sends SIGUSR2 after `limit_s`. Ends
+    all soon after the first that fails."""
     asked, stop_at = 0, time.monotonic() + limit_s
 
     def forward(number: int, frame: object) -> None:
@@ -394,9 +400,9 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.
         if asked == 1:
             print("asked to stop: saving at the next step (Ctrl-C again kills it)", file=sys.stderr)
         for task in tasks:
-            task.send_signal(signal.SIGTERM)
+            task.send_signal(signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in watch.STOP_SIGNALS}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watch.STOP_SIGNALS)
     deadline = math.inf
     try:

@@ -1,4 +1,5 @@
-"""The Triton kernels of 8-bit operands (`ops/fp8`): quantisers that read bf16 once, and the experts' product.
+"""The Triton kernels of 8-bit operands (`ops/fp8`): quantisers, which read an activation once and a weight
+once (blocks) or twice (rows and columns), and the experts' product.
 
 The quantisers give the bits of their twins: a power of two times a value is exact, so all that is rounded is the one
 conversion to e4m3. A gated activation is rounded to bf16 first, as where the two passes are apart.
@@ -17,7 +18,7 @@ from pithtrain.ops.fp8 import E4M3, Fp8
 from pithtrain.ops.kernels import _block, _gate_and_up, _gate_and_up_backward, _options
 
 constexpr = tl.constexpr
-MOST = 4096  # values that a program of the gated activations holds of each half
+MOST = 4096  # values of each half that a program of the gated activations holds where a row has one scale
 
 
 class Columns(NamedTuple):
@@ -246,7 +247,7 @@ def _glu_backward_fp8(
 def glu_fits(gate_up: Tensor, group: int) -> bool:
     """Whether a program holds a row, and no block spans gate and up."""
     width = gate_up.shape[1] // 2
-    return width <= MOST and not (group and width % group)
+    return not width % group if group else width <= MOST
 
 
 def glu(
@@ -373,7 +374,8 @@ WEIGHT_TILES = WeightTiles()  # `benchmarks/kernels.py --tune` measures others
 
 
 def quantize_weight(w: Tensor, group: int, tiles: WeightTiles = WEIGHT_TILES) -> tuple[Fp8, Fp8]:
-    """Both forms of W [..., N, K]: `group` 128 is blocks of 128 x 128, 0 a scale per row of each form."""
+    """Both forms of W [..., N, K] in bf16: `group` 128 is blocks of 128 x 128, 0 a scale per row of each form."""
+    assert w.dtype == torch.bfloat16 and w.is_contiguous(), "tiles of fp32 are turned wrongly by Triton 3.6 on sm_90"
     (n, k), tail = w.shape[-2:], w.shape[:-2]
     matrices = w.numel() // (n * k)
     data, turned = (torch.empty(*tail, *size, dtype=E4M3, device=w.device) for size in ((n, k), (k, n)))

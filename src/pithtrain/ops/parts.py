@@ -51,8 +51,8 @@ class Call(NamedTuple):
 
 
 class Part:
-    """What one rank holds of the sequences of a micro-batch, and what of it sees what. Host arithmetic, and two tensors
-    copied to the device."""
+    """What one rank holds of the sequences of a micro-batch, and what of it sees what. Host arithmetic, and a few
+    small tensors copied to the device."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ def _rectangle(queries: range, keys: range, window: int | None) -> Iterator[tupl
     see_all = queries.stop if window is None else min(queries.stop, keys.start + window)
     if see_all == queries.stop:
         yield keys, queries, Sight(causal=False)
-    elif len(queries) > len(keys) and see_all > queries.start:
+    elif len(queries) > len(keys):  # and so some see all
         yield keys, range(queries.start, see_all), Sight(causal=False)
         yield from _rectangle(range(see_all, queries.stop), keys, window)
     else:  # a kernel takes query i of Sq to stand at key i + Sk - Sq
