@@ -221,10 +221,47 @@ def test_resume_refuses_what_would_be_another_run_and_leaves_the_spec(tmp_path: 
     assert run.spec_yaml.read_text() == before
 
 
-def test_train_as_a_rank_of_another_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts the ranks itself: under torchrun each would make the run."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunDirError, match="this is rank 1 of 2"):
-        cli.train(spec_file(tmp_path))
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize(
+    ("env", "names"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE say that this is rank 1 of 2"),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"},
+            "SLURM_PROCID and SLURM_NTASKS say that this is rank 1 of 2",
+        ),
+    ],
+    ids=["torchrun", "srun"],
+)
+def test_a_rank_of_another_launcher_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], names: str
+) -> None:
+    """`train` and `resume` start ranks themselves: under a launcher each of its tasks would."""
+    run, _ = make_run(tmp_path, FINISHES)
+    rundir.record_job(run, 1, job_id="1", launcher="train", host="elsewhere", time=0)
+    rundir.record_attempt(run, 1, end=1.0, ended="stopped")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for start in (lambda: cli.train(run.spec_yaml, name="other"), lambda: cli.resume(str(run.path))):
+        with pytest.raises(RunDirError, match=names):
+            start()
+    assert not list(run.path.parent.glob("other")) and rundir.last_attempt(run)["attempt"] == 1
+
+
+def test_a_resume_in_the_foreground_says_that_it_runs_before_the_next_one_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the start of ranks, from two terminals: the second is refused."""
+    run, _ = make_run(tmp_path, FINISHES)
+    rundir.record_job(run, 1, job_id="1", launcher="train", host="elsewhere", time=0)
+    rundir.record_attempt(run, 1, end=1.0, ended="stopped")
+    started: list[int | None] = []
+
+    def foreground(run: rundir.RunDir, spec: object, attempt: int | None) -> None:
+        started.append(attempt)
+        if len(started) == 1:  # the second terminal, before the first has a rank
+            cli.resume(str(run.path))
+
+    monkeypatch.setattr(submit, "foreground", foreground)
+    with pytest.raises(RunDirError, match="running"):
+        cli.resume(str(run.path))
+    assert started == [2]
