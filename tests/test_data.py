@@ -326,6 +326,21 @@ def test_an_id_beyond_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) ->
         data.batch(5, 1)
 
 
+@pytest.mark.parametrize("wrong", ["behind", "beyond", "first"])
+def test_documents_that_do_not_lie_behind_each_other_are_found_when_a_shard_is_mapped(
+    tmp_path: Path, wrong: str
+) -> None:
+    path = sequences(tmp_path / "c", 8)
+    shard = corpus.open_corpus(path / "tokens").shards[0]
+    assert shard.num_documents > 2
+    at = {"first": 0, "behind": 1, "beyond": shard.num_documents}[wrong]
+    damaged = bytearray(shard.path.read_bytes())
+    damaged[shard.offsets_at + 8 * at : shard.offsets_at + 8 * at + 8] = (10**6).to_bytes(8, "little")
+    shard.path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"shard-00000.tokens: its document offsets do not rise from 0 to \d+"):
+        dataset(path, shuffle=False).batch(0, 1)
+
+
 def test_a_shard_that_vanishes_is_named(tmp_path: Path) -> None:
     path = sequences(tmp_path / "c", 8, shard_tokens=16)
     data = dataset(path, shuffle=False)

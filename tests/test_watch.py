@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +125,25 @@ def run(spec, run_dir, place, watch):
     assert [end[0] for end in ends(start_workers(run, range(4), size=4))] == [1, -signal.SIGKILL, 1, 1]
     assert {error(run, rank)["message"] for rank in (0, 2, 3)} == {"left: rank 1 was killed"}
     assert "rank 1 was killed" in jobs.cause(run, 1).line
+
+
+@pytest.mark.parametrize("then", ["removed", "moved", "made anew"])
+def test_ranks_end_where_their_run_directory_is_not_theirs_any_more(tmp_path: Path, then: str) -> None:
+    """Else they would train on unseen, or write into another run of that name."""
+    run, _ = make_run(tmp_path, WAITS_FOR_STOP)
+    change_snapshot(run, "watch", **HURRY)
+    tasks = start_workers(run, [0, 1])
+    wait_for(lambda: is_waiting(run, [0, 1]))
+    run.path.rename(tmp_path / "elsewhere")
+    if then == "removed":
+        shutil.rmtree(tmp_path / "elsewhere")
+    elif then == "made anew":
+        make_run(tmp_path, WAITS_FOR_STOP)
+    assert [end[0] for end in ends(tasks)] == [1, 1]
+    assert run.path.exists() == (then == "made anew")
+    assert not run.heartbeat.exists() and not run.errors(1).exists()
+    if then == "moved":
+        assert "was removed, moved or made anew" in RunDir(tmp_path / "elsewhere").log(1, 0).read_text()
 
 
 @pytest.mark.slow

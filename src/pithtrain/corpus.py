@@ -95,11 +95,16 @@ class Shard:
         return json.dumps(fields).encode().ljust(HEADER_BYTES - 1) + b"\n"
 
     def check(self) -> None:
-        """Raises DataError unless the file is there, has the size its counts ask for, and its header says the same."""
+        """Raises DataError unless the file is there, has the size its counts ask for, its header says the same, and its
+        documents lie behind each other."""
         self.check_size()
         with self.path.open("rb") as file:
             if file.read(HEADER_BYTES) != self.header():
                 raise DataError(f"{self.path}: its header and the {MANIFEST} beside it disagree; copy the corpus again")
+        offsets = self.offsets()
+        if offsets[0] != 0 or offsets[-1] != self.num_tokens or (offsets[1:] < offsets[:-1]).any():
+            rule = f"its document offsets do not rise from 0 to {self.num_tokens:,}"
+            raise DataError(f"{self.path}: {rule}; the file is damaged, copy it again or tokenize again")
 
     def check_size(self) -> None:
         """The same without reading: costs a stat."""

@@ -483,8 +483,9 @@ def _check_sequence(training: TrainingSection, model: ModelSection, parallelism:
     cp, cut = parallelism.context_parallel_size, 2 * parallelism.context_parallel_size
     if cp > 1 and length % cut:
         rule = f"must be a multiple of 2 x context_parallel_size {cp} = {cut}: every rank holds two chunks"
-        near = " or ".join(str(n * cut) for n in (length // cut, length // cut + 1) if n)
-        yield Problem("training.sequence_length", length, rule, f"nearest: {near}")
+        near = [n * cut for n in (length // cut, length // cut + 1) if n and n * cut <= (longest or math.inf)]
+        hint = f"nearest: {' or '.join(map(str, near))}" if near else ""
+        yield Problem("training.sequence_length", length, rule, hint)
     if longest is not None and length > longest:
         yield Problem("training.sequence_length", length, f"must be at most model.max_position_embeddings = {longest}")
 
@@ -595,10 +596,12 @@ def _check_fp8(fp8: Fp8Section, model: ModelSection, training: TrainingSection) 
 
 
 def _check_fp8_tokens(fp8: Fp8Section, training: TrainingSection, parallelism: ParallelismSection) -> Problems:
-    tokens = training.micro_batch_size * training.sequence_length // parallelism.context_parallel_size
+    cp = parallelism.context_parallel_size
+    tokens = training.micro_batch_size * training.sequence_length // cp
     if fp8.enabled and fp8.recipe == "blockwise" and tokens % 4:
         rule = f"needs a multiple of 4 tokens a micro-batch on each rank, and here are {tokens}"
-        yield Problem("training.sequence_length", training.sequence_length, f"fp8.recipe: blockwise {rule}")
+        hint = f"a multiple of {4 * cp} works; or use rowwise"
+        yield Problem("training.sequence_length", training.sequence_length, f"fp8.recipe: blockwise {rule}", hint)
 
 
 def _check_data(data: DataSection) -> Problems:

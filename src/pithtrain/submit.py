@@ -436,10 +436,10 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
                 message = f"stopped at step {stamp['step']} with its state saved\n  go on:  pithtrain resume {run.path}"
                 raise StoppedEarly(message)
     last = rundir.last_attempt(run)
-    if last.get("attempt") == attempt and last.get("end") is None:
+    if last.get("attempt") == attempt:
         with contextlib.suppress(OSError):  # a full disk hides no cause
-            why = jobs.cause(run, attempt, exit_codes).line
-            rundir.record_attempt(run, attempt, end=time.time(), ended="killed", why=why)
+            ended = {"end": time.time(), "ended": "killed"} if last.get("end") is None else {}
+            rundir.record_attempt(run, attempt, **ended, why=jobs.cause(run, attempt, exit_codes).line)
     raise jobs.failure(run, attempt, exit_codes)
 
 

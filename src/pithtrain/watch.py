@@ -63,6 +63,7 @@ LIMITS: dict[Phase, str] = {
 REASONS = ("SIGINT", "SIGUSR2", "SIGTERM", "the launcher died", "cancelled")
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
 POLL_S = 1.0  # between two looks
+LOOKS_LOST = 3  # at a run directory that is another's, before a rank ends
 GRACE_S = 5.0  # from another rank's error to leaving: our own main thread may fail by itself, with a better traceback
 HOLD_S = POLL_S + GRACE_S + 2.0  # by then every living rank has seen the first error and written its own
 FROZEN_S = 10.0  # a process that did not run at all for so long was stopped from outside, or starved
@@ -109,6 +110,7 @@ class Watch:
         self._comment_due = 0.0
         self._comment_step: int = 0
         self._scontrol: subprocess.Popen[bytes] | None = None
+        self._lost = 0  # looks in a row at which the run directory was not ours
         self._finished = threading.Event()
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -276,6 +278,7 @@ class Watch:
         while not self._sleep():
             trouble = None
             try:
+                self._require_home()
                 trouble = self._look()
             except Exception as error:
                 # a network file system answers ESTALE or EIO now and then; and a watch that dies guards nobody
@@ -299,6 +302,16 @@ class Watch:
             self._frozen_s, self._thawed = overslept, time.monotonic()
         self._asleep_since = None
         return finished
+
+    def _require_home(self) -> None:
+        """End this process where the run directory was removed, moved, or made anew by another run: what it would write
+        there is the other one's. Where this rank signed in tells; not at the first look, a file system may be late."""
+        mine = rundir.read_json(self.run.pid(self.attempt, self.rank)) or {}
+        ours = (mine.get("pid"), mine.get("host")) == (os.getpid(), socket.gethostname())
+        self._lost = 0 if ours else self._lost + 1
+        if self._lost > LOOKS_LOST:
+            _write(f"{self.run.path} was removed, moved or made anew: this rank ends; what it had not saved is lost")
+            os._exit(1)
 
     def _look(self) -> str | None:
         """Set the flags where asked to; answer what is wrong with another rank, in words."""
