@@ -30,6 +30,7 @@ from pithtrain.spec import RunSpec
 from pithtrain.train import run, train_step
 from pithtrain.watch import Watch
 from reference import assert_near, make_weight, random
+from test_compile import KINDS
 from test_data import make
 
 # torch's own, while it traces; the interpreter makes Python numbers of arrays with one element
@@ -681,7 +682,7 @@ def test_case_091_nothing_is_compiled_again(family: str, made: list[Tensor]) -> 
                 made.clear()
                 train_step(engine, spec, batches_of(spec, engine, step), 1e-2)
                 assert len(made) == len(narrow(engine))
-        assert counters["stats"]["unique_graphs"] == graphs == {"deepseek_v2": 4}.get(family, 3)
+        assert counters["stats"]["unique_graphs"] == graphs == KINDS[family]
         assert not counters["graph_break"]
     fast: dict[str, Any] = {"architecture": family, "optimizer": {"lr": 0.05}}
     found, want = alone(spec_of(**fast, compile={"enabled": True}), 3), alone(spec_of(**fast), 3)

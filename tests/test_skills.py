@@ -443,7 +443,7 @@ def test_a_profile_is_captured_and_its_operators_are_listed(tmp_path: Path) -> N
         rows = list(csv.DictReader(file))
     kinds = {row["name"]: row["kind"] for row in rows}
     assert kinds["aten::mm"] == "dense GEMM" and kinds["aten::mul"] == "pointwise"
-    assert {"attention", "copies"} <= set(kinds.values())
+    assert {"copies", "dense GEMM", "pointwise"} <= set(kinds.values())  # of which attention is made on a CPU
     assert sum(float(row["share"]) for row in rows) == pytest.approx(1, abs=1e-3)
 
     cut = tmp_path / "cut.json.gz"
