@@ -587,3 +587,12 @@ def test_another_dtype_is_refused_with_both_and_its_weights_are_taken(
         checkpoint.load_weights(path, zero, world, catalog.read(path))
         for name, one in zero.sharded.items():
             np.testing.assert_array_equal(one.master.numpy(), want["master"][name].reshape(one.master.shape))
+
+
+def test_differences_of_nested_values_are_told_by_key_and_none_is_lost() -> None:
+    """Null stands for a section without keys, nothing else that is empty does: 0 beside a mapping differs whole."""
+    found = catalog.differences("x", {"a": 1, "b": None, "c": {"d": 2}}, {"a": 1, "b": {"e": 3}, "c": {"d": 4}})
+    assert found == [("x.b.e", None, 3), ("x.c.d", 2, 4)]
+    for theirs, ours in ((0, {}), (0, {"a": 1}), (None, {}), (False, {"a": None}), (None, 0), ("", {"a": 1})):
+        assert catalog.differences("x", theirs, ours) == [("x", theirs, ours)]
+    assert catalog.differences("x", {}, {}) == catalog.differences("x", None, None) == []

@@ -174,10 +174,11 @@ def check(path: Path, content: Marker, about: dict[str, Any]) -> None:
 
 
 def differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
-    """Dotted key, their value, our value, wherever two JSON values differ; nothing beside a mapping has none of its
+    """Dotted key, their value, our value, wherever two JSON values differ; null beside a mapping has none of its
     keys."""
-    if isinstance(theirs or ours, dict) and isinstance(theirs or {}, dict) and isinstance(ours or {}, dict):
-        left, right = cast(dict[str, Any], theirs or {}), cast(dict[str, Any], ours or {})
+    sides = [{} if side is None else side for side in (theirs, ours)] if theirs or ours else [theirs, ours]
+    if all(isinstance(side, dict) for side in sides):
+        left, right = cast(list[dict[str, Any]], sides)
         keys = sorted({*left, *right})
         return [item for k in keys for item in differences(f"{key}.{k}", left.get(k), right.get(k))]
     return [] if theirs == ours else [(key, theirs, ours)]
