@@ -12,7 +12,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from pithtrain.errors import RunFailed
 from pithtrain.ops import attention as ops_attention
-from pithtrain.ops import parts as ops_parts
 from pithtrain.ops.attention import PIECES, PLAIN, Sight, require_cudnn
 from pithtrain.ops.parts import Part
 from reference import assert_near, attention, gradients, leaves, plain_attention, random
@@ -186,8 +185,7 @@ def test_long_documents_one_by_one_are_the_packed_call(monkeypatch: pytest.Monke
         lengths.append((rest[-1].packed is None, q.shape[1]))
         return PLAIN.forward(q, *rest)
 
-    for module in (ops_attention, ops_parts):
-        monkeypatch.setattr(module, "LONG", 40)
+    monkeypatch.setattr(ops_attention, "LONG", 40)
     for name in ("_cudnn", "_flash"):
         monkeypatch.setattr(ops_attention, f"{name}_forward", seen)
         monkeypatch.setattr(ops_attention, f"{name}_backward", PLAIN.backward)

@@ -18,7 +18,6 @@ from pithtrain.errors import SpecError
 from pithtrain.models.contract import architectures
 from pithtrain.ops import attention as ops_attention
 from pithtrain.ops import fp8
-from pithtrain.ops import parts as ops_parts
 from pithtrain.ops.dispatch import Lane
 from pithtrain.ops.grouped import grouped_linear
 from pithtrain.ops.linear import Linears, Weight, add_weight_grad
@@ -582,8 +581,7 @@ def test_documents_against_one_softmax_on_the_gpu(
 ) -> None:
     """bf16 in the flash ops and, alone, documents of `long` tokens in cuDNN's: two sequences of other documents, output
     and gradients near one softmax in float64; a token of one document leaves the outputs of the others bitwise."""
-    for module in (ops_attention, ops_parts):
-        monkeypatch.setattr(module, "LONG", long)
+    monkeypatch.setattr(ops_attention, "LONG", long)
     hq, hk, dk, dv = heads
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(2, 760, hq, dk), (2, 760, hk, dk), (2, 760, hk, dv), (2, 760, hq, dv)]

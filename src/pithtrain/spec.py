@@ -210,8 +210,7 @@ class ActivationCheckpointSection(Strict):
     """Recomputing instead of keeping activations."""
 
     mode: Literal["none", "selective", "full"] = _key(
-        "none",
-        "what a backward computes again; selective: gathers of expert inputs; full: all but embedding and head",
+        "none", "what a backward computes again; selective: gathers of expert inputs; full: all but embedding and head"
     )
 
 

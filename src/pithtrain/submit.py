@@ -394,13 +394,16 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.
     all soon after the first that fails."""
     asked, stop_at = 0, time.monotonic() + limit_s
 
+    def send(number: int) -> None:
+        for task in tasks:
+            task.send_signal(number)
+
     def forward(number: int, frame: object) -> None:
         nonlocal asked
         asked += number == signal.SIGINT
         if asked == 1:
             print("asked to stop: saving at the next step (Ctrl-C again kills it)", file=sys.stderr)
-        for task in tasks:
-            task.send_signal(signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM)
+        send(signal.SIGUSR2 if number == signal.SIGUSR2 else signal.SIGTERM)
 
     before = {number: signal.signal(number, forward) for number in watch.STOP_SIGNALS}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watch.STOP_SIGNALS)
@@ -412,8 +415,7 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.
                 deadline = min(deadline, time.monotonic() + (END_GRACE_S if any(ended) else LAST_GRACE_S))
             if time.monotonic() > stop_at:
                 stop_at = math.inf
-                for task in tasks:
-                    task.send_signal(signal.SIGUSR2)
+                send(signal.SIGUSR2)
             time.sleep(0.1)
         return [1 if code is None else code for code in codes]
     finally:

@@ -294,14 +294,18 @@ def _take(ready: Closures) -> Closures:
 
 def run_forward(ahead: Generator[None, None, F]) -> F:
     """A lone forward: nothing runs between its edges."""
-    return run_backward(ahead, lambda _: None)
+    return _exhaust(ahead, lambda _: None)
 
 
-def run_backward(back: Generator[Turn, None, B], closures: Callable[[Turn], object]) -> B:
+def run_backward(back: Generator[Closures, None, B], closures: RunClosures) -> B:
     """A lone backward; `closures` runs the weight gradients or puts them aside."""
+    return _exhaust(back, closures)
+
+
+def _exhaust(turns: Generator[Turn, None, B], each: Callable[[Turn], None]) -> B:
     while True:
         try:
-            closures(next(back))
+            each(next(turns))
         except StopIteration as end:
             return end.value
 

@@ -300,6 +300,10 @@ def _window(sight: Sight) -> dict[str, int]:
 LONG = 4096  # tokens from which a document takes cuDNN's kernels: 1.4 to 1.8 times as fast, if the host keeps up
 
 
+def is_long(length: int) -> bool:
+    return length >= LONG
+
+
 def _alone(length: int) -> int:
     """A long document is lengthened to at most 17/16 of it, and to few lengths, for cuDNN makes a plan for each."""
     unit = max(LONG // 16, 1 << length.bit_length() - 5)

@@ -83,7 +83,7 @@ class ExpertSegment:
         self._slots = slots = order_slots(received.local_Uq, received.weights_Uq, num_experts, received.num_slots)
         operand = _gathered(rows, slots.row_R, experts.gate_up.recipe)
         gate_up = grouped_linear(operand, experts.gate_up.operand(), slots.ends_E)
-        self._x = operand if self.keeps_slots and isinstance(operand, Tensor) else rows
+        self._x = self._for_w(operand, rows)
         up_bias, recipe = _data(experts.gate_up_bias), experts.down.recipe
         self._gate_up = None if self._recompute == "full" else gate_up
         act = expert_activation(gate_up, slots.weight_R, experts.glu, up_bias, slots.expert_R, recipe)
@@ -99,6 +99,10 @@ class ExpertSegment:
             operand = _gathered(self._x, self._slots.row_R, weight.recipe)
             self._gate_up = grouped_linear(operand, weight.operand(), self._slots.ends_E)
 
+    def _for_w(self, operand: Tensor | Fp8, rows_UH: Tensor) -> Tensor:
+        """What a weight gradient keeps of rows[row]: the slots, or the rows that it gathers again."""
+        return operand if self.keeps_slots and isinstance(operand, Tensor) else rows_UH
+
     def backward(self, dout_UH: Tensor, ready: list[WeightGrad]) -> tuple[Tensor, Tensor]:
         """-> (drows [U, H] in compute dtype, dweights [U, q] fp32); appends a closure for each weight and bias."""
         self.rerun()
@@ -107,7 +111,7 @@ class ExpertSegment:
         w_R, expert_R, ends = slots.weight_R, slots.expert_R, slots.ends_E
         row_R = None if self.keeps_slots else slots.row_R
         operand = _gathered(dout_UH, slots.row_R, experts.down.recipe)
-        dy = operand if self.keeps_slots and isinstance(operand, Tensor) else dout_UH  # x and dy are alike, to W
+        dy = self._for_w(operand, dout_UH)
         da = grouped_linear_dx(operand, experts.down.operand(), ends)
         up_bias, recipe = _data(experts.gate_up_bias), experts.gate_up.recipe
         dgu, dw_R, act, operand = expert_activation_backward(da, gu, w_R, experts.glu, up_bias, expert_R, recipe)

@@ -97,8 +97,11 @@ def _quantize_rows(x, out, scale, rows, W: constexpr, GROUP: constexpr, R: const
     _store(values.to(tl.float32), r, rows, 0, out, scale, W, W, GROUP, R, BLOCK)
 
 
-def _empty(like: Tensor, rows: int, width: int, group: int) -> Fp8:
-    blocks = -(-width // group) if group else 1
+def _blocks(width: int, group: int) -> int:
+    return triton.cdiv(width, group) if group else 1
+
+
+def _empty(like: Tensor, rows: int, width: int, blocks: int) -> Fp8:
     scale = torch.empty(blocks, rows, dtype=torch.float32, device=like.device).t()
     return Fp8(torch.empty(rows, width, dtype=E4M3, device=like.device), scale, like.dtype)
 
@@ -106,7 +109,7 @@ def _empty(like: Tensor, rows: int, width: int, group: int) -> Fp8:
 def quantize_rows(x_RW: Tensor, group: int) -> Fp8:
     """`fp8.quantize_rows`. A program per 4,096 values."""
     x_RW, (rows, width) = x_RW.contiguous(), x_RW.shape
-    out = _empty(x_RW, rows, width, group)
+    out = _empty(x_RW, rows, width, _blocks(width, group))
     block = max(triton.next_power_of_2(width), group)
     at_once = max(1, 4096 // block)
     if rows:
@@ -133,20 +136,21 @@ def _gather_rows(
 
 
 def gather_rows(x: Fp8, row_R: Tensor) -> Fp8:
-    """x[row], scales too. A program per 16 KiB."""
+    """x[row], scales too, bit for bit: `permute.gather_rows` copies through fp32, where -0 + 0 is 0. A program per
+    16 KiB."""
     (sources, width), rows = x.data.shape, len(row_R)
     assert width % 4 == 0, "four values at a time"
-    data = torch.empty(rows, width, dtype=E4M3, device=x.data.device)
-    scale = torch.empty(x.scale.shape[1], rows, dtype=torch.float32, device=x.data.device).t()
+    blocks = x.scale.shape[1]
+    out = _empty(x.data, rows, width, blocks)._replace(wide=x.wide)
     block = triton.next_power_of_2(width // 4)
     at_once = max(1, 4096 // block)
     if rows:
         _gather_rows[(triton.cdiv(rows, at_once),)](
-            *(x.data.view(torch.int32), x.scale, row_R, data.view(torch.int32), scale),
-            *(sources, rows, width // 4, x.scale.shape[1], at_once, block),
+            *(x.data.view(torch.int32), x.scale, row_R, out.data.view(torch.int32), out.scale),
+            *(sources, rows, width // 4, blocks, at_once, block),
             num_warps=8,
         )
-    return Fp8(data, scale, x.wide)
+    return out
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -245,7 +249,7 @@ def _glu_backward_fp8(
 
 
 def glu_fits(gate_up: Tensor, group: int) -> bool:
-    """Whether a program holds a row, and no block spans gate and up."""
+    """Whether no block spans gate and up; with one scale a row, whether a program holds it."""
     width = gate_up.shape[1] // 2
     return not width % group if group else width <= MOST
 
@@ -263,7 +267,7 @@ def glu(
 ) -> Fp8:
     """`kernels.glu`, quantised: bf16 is read and 8 bits are written. A program per row."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = _empty(gate_up, rows, width, group)
+    out = _empty(gate_up, rows, width, _blocks(width, group))
     if rows:
         _glu_fp8[(rows,)](
             *(gate_up, weight, bias_EN, expert_R, out.data, out.scale, rows),
@@ -288,7 +292,7 @@ def glu_backward(
     """`kernels.glu_backward`, and d gate_up quantised too. A program per row."""
     rows, width = da.shape
     dgate_up, dweight, act = da.new_empty(gate_up.shape), torch.empty_like(weight), torch.empty_like(da)
-    out = _empty(gate_up, rows, 2 * width, group)
+    out = _empty(gate_up, rows, 2 * width, _blocks(2 * width, group))
     if rows:
         _glu_backward_fp8[(rows,)](
             *(da, gate_up, weight, bias_EN, expert_R, dgate_up, dweight, act, out.data, out.scale, rows),

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pithtrain.ops.attention import LONG, Packed, Sight
+from pithtrain.ops.attention import Packed, Sight, is_long
 
 ALL = slice(None)
 
@@ -67,6 +67,7 @@ class Part:
         token begins where its neighbour does. None: the sequence is one stream in which everything is seen."""
         own = chunks(length, cp, rank)
         self.rows, self.length, self.cp, self.rank = rows, length, cp, rank
+        self._chunk = length // (2 * cp)
         self.documents = None if documents is None else [sorted({*starts}) for starts in documents]
         if self.documents is not None and all(len(starts) == 1 for starts in self.documents):
             self.documents = None  # rows of one document each are streams, and take the faster kernels
@@ -89,12 +90,11 @@ class Part:
     def halo(self, window: int | None) -> int | None:
         """How many of a chunk's last keys the chunk behind it sees, and nobody else of what lies behind; None: a window
         reaches further, or there is none. The same on all ranks."""
-        n = self.length // (2 * self.cp)
-        return window - 1 if self.cp > 1 and window is not None and window - 1 <= n else None
+        return window - 1 if self.cp > 1 and window is not None and window - 1 <= self._chunk else None
 
     def ragged(self, q: Tensor, k: Tensor) -> bool:
         """Whether a call's queries [B, Sq, ...] or keys [B, Sk, ...] are not whole chunks."""
-        return any(x.shape[1] % (self.length // (2 * self.cp)) for x in (q, k))
+        return any(x.shape[1] % self._chunk for x in (q, k))
 
     def steps(self, window: int | None) -> list[list[Call]]:
         """The calls of each step; the first of all covers every query and key of this rank."""
@@ -107,7 +107,7 @@ class Part:
     def _made(self, window: int | None) -> list[list[Call]]:
         stream = self.documents is None and window is None
         first = Call(ALL, ALL, ALL, Sight(True, window, None if stream else self.packed))
-        n, mine = self.length // (2 * self.cp), chunks(self.length, self.cp, self.rank)
+        n, mine = self._chunk, chunks(self.length, self.cp, self.rank)
         others = [(self.rank - t) % self.cp for t in range(1, self.cp)]
         if stream:
             sees = Sight(causal=False)
@@ -123,7 +123,7 @@ class Part:
     def _rectangles(self, block: Sequence[slice], window: int | None) -> Iterator[Call]:
         """What this rank's queries see of the keys of earlier chunks, or of their ends, that lie behind each other in
         `block`."""
-        n, mine = self.length // (2 * self.cp), chunks(self.length, self.cp, self.rank)
+        n, mine = self._chunk, chunks(self.length, self.cp, self.rank)
         rows = [ALL] if self.documents is None else [slice(row, row + 1) for row in range(self.rows)]
         for row, (i, a), (j, b) in itertools.product(rows, enumerate(mine), enumerate(block)):
             if b.start < a.start:
@@ -179,11 +179,11 @@ def pack(bounds: Sequence[int], device: torch.device) -> Packed:
     """`bounds`: 0, ..., B * S. Host arithmetic, and a tensor copied to the device for every run of short documents."""
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     pieces: list[tuple[int, int, Packed | None]] = []
-    if longest >= LONG:
+    if is_long(longest):
         documents = itertools.pairwise(bounds)
-        for is_long, found in itertools.groupby(documents, lambda document: document[1] - document[0] >= LONG):
+        for long, found in itertools.groupby(documents, lambda document: is_long(document[1] - document[0])):
             run = list(found)
-            if is_long:
+            if long:
                 pieces += [(*document, None) for document in run]
             else:
                 first, last = run[0][0], run[-1][1]
