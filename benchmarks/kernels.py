@@ -35,7 +35,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,10 +78,13 @@ CANDIDATES = (  # n, k, rows, warps, stages, group; below 114 KB of shared memor
     *(Tiles(n, k, 64, 4, stages) for n, k in ((128, 64), (64, 128)) for stages in (3, 4)),
     *(Tiles(n, k, 64, 8, 3) for n, k in ((128, 256), (256, 128))),
 )
-PRODUCTS = tuple(
-    fp8_kernels.Tiles(*each)
-    for each in ((128, 8, 4), (128, 8, 3), (128, 8, 5), (128, 4, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 8, 4))
-)
+PRODUCTS = {
+    128: tuple(fp8_kernels.Tiles(rows, 128, *each) for rows in (64, 128) for each in ((4, 3), (4, 4), (8, 3), (8, 4))),
+    0: tuple(
+        fp8_kernels.Tiles(*each)
+        for each in (*((128, 256, 8, stages) for stages in (3, 4)), (256, 128, 8, 4), (128, 128, 8, 3), (64, 256, 4, 3))
+    ),
+}
 COLUMNS = tuple(
     fp8_kernels.Columns(*each) for each in ((512, 4), (256, 2), (512, 2), (1024, 4), (1024, 8), (2048, 8), (4096, 16))
 )
@@ -319,8 +321,8 @@ def product_cases(shape: Shape, part: str, n: int, k: int, ends: Tensor, rand: R
 
 def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
     """Only on a GPU: the interpreter's conversion to e4m3 drops carries."""
-    rows, width, glu, row_R = len(slots.row_R), shape.width, shape.glu, slots.row_R
-    tokens, gate_up, da = rand(shape.tokens, shape.hidden), rand(rows, 2 * width), rand(rows, width)
+    rows, width, glu = len(slots.row_R), shape.width, shape.glu
+    gate_up, da = rand(rows, 2 * width), rand(rows, width)
     matrices, weight = rand(shape.experts, 2 * width, shape.hidden), rand(rows, dtype=torch.float32).sigmoid()
     bias = rand(shape.experts, 2 * width, dtype=torch.float32) if shape.bias else None
     options = (glu.alpha, glu.limit, glu.offset, bias, slots.expert_R)
@@ -335,13 +337,6 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
             lambda group=group: fp8_kernels.quantize_rows(gate_up, group),
             lambda group=group: fp8.quantize_rows(gate_up, group),
             1.5 * gate_up.nbytes,
-        )
-        yield Case(
-            f"fp8 gather {recipe}",
-            shape.name,
-            partial(fp8.gather, tokens, row_R, recipe),
-            lambda group=group: fp8.quantize_rows(tokens[row_R], group),
-            2 * tokens.nbytes + rows * shape.hidden,
         )
 
         def plain(recipe: Recipe = recipe) -> tuple[Any, ...]:
@@ -376,9 +371,15 @@ def quantiser_cases(shape: Shape, slots: Slots, rand: Rand) -> Iterator[Case]:
 
 
 def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -> Iterator[Case]:
-    """Forward and input gradient of the experts and of the query projection; activations quantised in the time."""
+    """Forward and input gradient of the experts and of the query projection; activations quantised in the time. Rows
+    of tokens are found by the product (gate_up forward, down's gradient); others are bf16 and in order here."""
     ends, tokens, row_R = slots.ends_E, rand(shape.tokens, shape.hidden), slots.row_R
     heads = shape.heads[0] * shape.heads[2]
+
+    def multiply(x: Tensor, w: Fp8, gathers: bool) -> Tensor:
+        q = fp8.quantize(tokens, recipe)._replace(row=row_R) if gathers else fp8.quantize(x, recipe)
+        return fp8.product(q, w, recipe) if w.data.dim() == 2 else fp8.grouped_product(q, w, ends, recipe)
+
     for part, n, k, experts in (
         *((*each, shape.experts) for each in products_of(shape)),
         ("q", heads, shape.hidden, 0),
@@ -388,29 +389,23 @@ def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -
         matrices = rand(*([experts] if experts else []), n, k)
         eight, rows = fp8.quantize_weight(matrices, recipe), len(row_R) if experts else shape.tokens
         x, dy = (tokens[row_R] if part == "gate_up" else rand(rows, k)), rand(rows, n)
+        dy = tokens[row_R] if part == "down" else dy
         moved, flops = x.nbytes + dy.nbytes + matrices.numel(), 2.0 * rows * n * k
-        if experts:
 
-            def forward(x: Tensor = x, eight: Any = eight, gathered: bool = part == "gate_up") -> Tensor:
-                q = fp8.gather(tokens, row_R, recipe) if gathered else fp8.quantize(x, recipe)
-                return fp8.grouped_product(q, eight.forward, ends, recipe)
+        def forward(x: Tensor = x, w: Fp8 = eight.forward, gathers: bool = part == "gate_up") -> Tensor:
+            return multiply(x, w, gathers)
 
-            def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:
-                return fp8.grouped_product(fp8.quantize(dy, recipe), eight.dgrad, ends, recipe)
+        def dgrad(dy: Tensor = dy, w: Fp8 = eight.dgrad, gathers: bool = part == "down") -> Tensor:
+            return multiply(dy, w, gathers)
 
-            twins = (
+        twins = (
+            (
                 lambda x=x, w=matrices: grouped_linear(x, w, ends),
                 lambda d=dy, w=matrices: grouped_linear_dx(d, w, ends),
             )
-        else:
-
-            def forward(x: Tensor = x, eight: Any = eight, gathered: bool = False) -> Tensor:
-                return fp8.product(fp8.quantize(x, recipe), eight.forward, recipe)
-
-            def dgrad(dy: Tensor = dy, eight: Any = eight) -> Tensor:
-                return fp8.product(fp8.quantize(dy, recipe), eight.dgrad, recipe)
-
-            twins = (lambda x=x, w=matrices: x @ w.t(), lambda d=dy, w=matrices: d @ w)
+            if experts
+            else (lambda x=x, w=matrices: x @ w.t(), lambda d=dy, w=matrices: d @ w)
+        )
         name = f"fp8 {'grouped' if experts else 'dense'} {part} {recipe}"
         yield Case(name, shape.name, forward, twins[0], moved, flops, False, True)
         yield Case(f"{name} dgrad", shape.name, dgrad, twins[1], moved, flops, False, True)
@@ -735,7 +730,7 @@ def best_of(
 
 
 def tune_eight_bits(only: str, shapes: tuple[Shape, ...] = SHAPES) -> list[dict[str, Any]]:
-    """As `only` says, or all: gated activations and weights, with a scale a row, and the experts' blockwise product."""
+    """As `only` says, or all: gated activations and weights, with a scale a row, and the experts' products."""
     device, found = "cuda" if torch.cuda.is_available() else "cpu", list[dict[str, Any]]()
 
     def rand(*sizes: int) -> Tensor:
@@ -761,13 +756,16 @@ def tune_eight_bits(only: str, shapes: tuple[Shape, ...] = SHAPES) -> list[dict[
             if "weight" in only or only == "fp8":
                 now = fp8_kernels.WEIGHT_TILES
                 tell(shape, part, WEIGHTS, now, lambda x: fp8_kernels.quantize_weight(matrices, 0, x))  # noqa: B023
-            if n % 128 or k % 128 or not ("grouped" in only or only == "fp8"):
+            if not ("grouped" in only or only == "fp8"):
                 continue
-            both, now = fp8.quantize_weight(matrices, "blockwise"), fp8_kernels.PRODUCT_TILES
-            for word, w, inner in (("", both.forward, k), (" dgrad", both.dgrad, n)):
-                x, multiply = fp8.quantize(rand(rows, inner), "blockwise"), fp8_kernels.grouped_product
-                run = lambda tiles: multiply(x, w, ends, tiles)  # noqa: B023, E731
-                tell(shape, part + word, PRODUCTS, now, run, 2.0 * rows * n * k)
+            recipes: tuple[Recipe, ...] = ("rowwise",) if n % 128 or k % 128 else ("rowwise", "blockwise")
+            for recipe in recipes:
+                both, group = fp8.quantize_weight(matrices, recipe), GROUP[recipe]
+                for word, w, inner in (("", both.forward, k), (" dgrad", both.dgrad, n)):
+                    x, multiply = fp8.quantize(rand(rows, inner), recipe), fp8_kernels.grouped_product
+                    run = lambda tiles: multiply(x, w, ends, group, tiles)  # noqa: B023, E731
+                    about = PRODUCTS[group], fp8_kernels.PRODUCT_TILES[group], run, 2.0 * rows * n * k
+                    tell(shape, f"{part}{word} {recipe}", *about)
     return found
 
 

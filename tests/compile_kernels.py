@@ -102,15 +102,18 @@ def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
     matrices = torch.zeros(experts, 256, hidden, dtype=BF16)
     for group in (0, 128, 32):
         quantized = fp8_kernels.quantize_rows(x, group)
-        fp8_kernels.gather_rows(quantized, expert)
         for limit, offset, bias in ((None, 0.0, None), (7.0, 1.0, torch.zeros(experts, hidden))):
             options = (1.0, limit, offset, bias, expert, group)
             fp8_kernels.glu(x, weight, *options)
             fp8_kernels.glu_backward(x[:, : hidden // 2].contiguous(), x, weight, *options)
         if group != 32:
             fp8_kernels.quantize_weight(matrices, group)
-        if group == 128:
-            fp8_kernels.grouped_product(quantized, plain_quantize_weight(matrices, "blockwise").forward, ends)
+        if group != 32:
+            form = plain_quantize_weight(matrices, "blockwise" if group else "rowwise").forward
+            for row in (None, expert):
+                fp8_kernels.grouped_product(quantized._replace(row=row), form, ends, group)
+    odd = plain_quantize_weight(torch.zeros(experts, 2880, 2880, dtype=BF16), "rowwise").forward
+    fp8_kernels.grouped_product(fp8_kernels.quantize_rows(torch.zeros(rows, 2880, dtype=BF16), 0), odd, ends, 0)
     wide, gate_up = (torch.zeros(4, size, dtype=BF16) for size in (10944, 5760))
     fp8_kernels.quantize_rows(wide, 0)
     fp8_kernels.quantize_weight(wide, 0)
@@ -119,7 +122,14 @@ def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
     fp8_kernels.glu_backward(gate_up[:, :2880].contiguous(), gate_up, weight, *options)
 
 
-INNER = ("_gate_and_up", "_gate_and_up_backward", "_ranks", "_amax", "_store")  # called by kernels, never launched
+INNER = (
+    "_gate_and_up",
+    "_gate_and_up_backward",
+    "_ranks",
+    "_amax",
+    "_store",
+    "_tile",
+)  # called by kernels, never launched
 
 if __name__ == "__main__":
     sys.exit(main())

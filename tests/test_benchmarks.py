@@ -291,9 +291,13 @@ def test_tiles_are_told_best_first(
     assert capsys.readouterr().out.count("now ") == 3 + 1
     for name in ("COLUMNS", "WEIGHTS"):
         monkeypatch.setattr(kernels, name, getattr(kernels, name)[::5])
+    now = kernels.fp8_kernels.PRODUCT_TILES
+    assert all(tiles in kernels.PRODUCTS[group] for group, tiles in now.items())
+    monkeypatch.setattr(kernels, "PRODUCTS", {group: (tiles,) for group, tiles in now.items()})
     found = kernels.tune_eight_bits("fp8", kernels.TINY[:1])
-    assert {row["part"] for row in found} == {"glu", "glu_backward", "gate_up", "down"}
-    assert capsys.readouterr().out.count("now ") == 4
+    products = {f"{part} rowwise" for each in ("gate_up", "down") for part in (each, f"{each} dgrad")}
+    assert {row["part"] for row in found} == {"glu", "glu_backward", "gate_up", "down", *products}
+    assert capsys.readouterr().out.count("now ") == 4 + 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures here")

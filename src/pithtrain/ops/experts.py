@@ -18,9 +18,9 @@ In 8 bits `none` is `selective`: no product takes X in compute dtype, so that to
 is 1 the rows are the attention segment's n, which is there already. `a` is not kept: the backward of the activation
 reads all that it takes, and gives it to W.
 
-In 8 bits (`ops/fp8`) the operands of the four products of forward and inputs' gradients are X, a, dY and dgu quantised,
-each in the pass that makes it, rows and dout before they become slots, and the weights' forms; closures take X, a, dY
-and dgu as they were.
+In 8 bits (`ops/fp8`) the operands of the four products of forward and inputs' gradients are a and dgu, quantised in the
+pass that makes them, the quantised rows and dout, whose slots the products find, and the weights' forms; closures take
+X, a, dY and dgu as they were.
 
 Rounded to compute dtype are the operands and results of the products (X Wgu^T, a, a Wd^T, dY, da, dgu), out and drows,
 each once. Biases are fp32 and are added in fp32: to the rounded product, and to nothing rounded afterwards except out.
@@ -146,8 +146,8 @@ class ExpertSegment:
 
 
 def _gathered(rows: Tensor, row_R: Tensor, recipe: Recipe | None) -> Tensor | Fp8:
-    """rows[row] as a product takes it."""
-    return gather_rows(rows, row_R) if recipe is None else fp8.gather(rows, row_R, recipe)
+    """rows[row] as a product takes it: in 8 bits each row is quantised once, and the product finds it."""
+    return gather_rows(rows, row_R) if recipe is None else fp8.quantize(rows, recipe)._replace(row=row_R)
 
 
 def _slots_of(kept: Tensor, row_R: Tensor | None) -> Tensor:

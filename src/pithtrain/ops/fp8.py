@@ -6,8 +6,8 @@ weight gradient stays in compute dtype, since on Hopper fp8 gains nothing there 
 | recipe | a scale of X and dY is of | of W | products on CUDA |
 |---|---|---|---|
 | blockwise (Hopper) | 128 along the contraction | 128 x 128 | `F.scaled_mm`; experts: `fp8_kernels`, fp32 every 128 |
-| rowwise (Hopper, Blackwell) | a row | an output; for dx an input | `F.scaled_mm`, `torch._scaled_grouped_mm` |
-| mxfp8 (Blackwell) | 32 along the contraction | the same, both ways | the same two, scales as e8m0 |
+| rowwise (Hopper, Blackwell) | a row | an output; for dx an input | the same two, sums scaled at their end |
+| mxfp8 (Blackwell) | 32 along the contraction | both ways the same | torch's two, scales as e8m0 |
 
 Powers of two lose no bit, so X8 s is X rounded to four bits and nothing else, and no finite value exceeds 448. A block
 of zeros has scale 1; one with an Inf or NaN has scale NaN and shows as a whole. The exponent stays in [-126, 120]:
@@ -32,16 +32,17 @@ from pithtrain.errors import Problem, SpecError
 Recipe = Literal["blockwise", "rowwise", "mxfp8"]
 E4M3 = torch.float8_e4m3fn
 GROUP = {"blockwise": 128, "rowwise": 0, "mxfp8": 32}  # values of a row that share a scale; 0: all
-FAST_ACCUMULATE = True  # rowwise on Hopper sums in some 14 bits; 1 - cos of a product shows whether that is enough
 
 
 class Fp8(NamedTuple):
     """e4m3 values [..., R, K], and fp32 scales [..., R, blocks of K] or, of 128 x 128, [..., R / 128, K / 128] with
-    the last dimension padded to a multiple of 4 for cuBLAS. `wide`: what they were, and what products are."""
+    the last dimension padded to a multiple of 4 for cuBLAS. `wide`: what they were, and what products are. With `row`
+    the operand of the experts' product is data[row], and the product reads those rows where they are."""
 
     data: Tensor
     scale: Tensor
     wide: torch.dtype
+    row: Tensor | None = None
 
 
 class Fp8Weight(NamedTuple):
@@ -134,15 +135,6 @@ def quantize(x_RK: Tensor, recipe: Recipe) -> Fp8:
     return quantize_rows(x_RK, GROUP[recipe])
 
 
-def gather(rows_UK: Tensor, row_R: Tensor, recipe: Recipe) -> Fp8:
-    """rows[row] quantised: on CUDA each row once, and bytes are gathered."""
-    if _on_gpu(rows_UK, rows_UK.dtype):
-        from pithtrain.ops import fp8_kernels
-
-        return fp8_kernels.gather_rows(quantize(rows_UK, recipe), row_R)
-    return quantize_rows(rows_UK[row_R], GROUP[recipe])
-
-
 def quantize_weight(w: Tensor, recipe: Recipe) -> Fp8Weight:
     """Both forms of W [..., N, K]: on CUDA in one read for blocks of 128 x 128, in two for rows and columns."""
     if _on_gpu(w, w.dtype) and recipe != "mxfp8":
@@ -195,35 +187,35 @@ def _product(x: Fp8, w: Fp8, recipe: Recipe) -> Tensor:
     else:
         a, b, kinds = swizzled(x.scale), swizzled(w.scale), (kind.BlockWise1x32, kind.BlockWise1x32)
         swizzle = F.SwizzleType.SWIZZLE_32_4_4
-    fast = FAST_ACCUMULATE and recipe == "rowwise"
+    fast = recipe == "rowwise"  # sums of some 14 bits on Hopper; 1 - cos of a product shows that they are enough
     w_KN = w.data.t()
     return F.scaled_mm(x.data, w_KN, a, kinds[0], b, kinds[1], swizzle, swizzle, None, x.wide, use_fast_accum=fast)
 
 
 def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, recipe: Recipe) -> Tensor:
-    """x [R, K] times w_e [N, K]^T for the rows of each expert e -> [R, N]; no rows at all, or none for some, is legal.
-    Not for compiled regions."""
-    experts, n, _ = w.data.shape
-    if not len(x.data):
+    """x [R, K], or its rows, times w_e [N, K]^T for the rows of each expert e -> [R, N]; no rows at all, or none for
+    some, is legal. Not for compiled regions."""
+    rows, n = len(x.data if x.row is None else x.row), w.data.shape[1]
+    if not rows:
         return x.data.new_empty(0, n, dtype=x.wide)
     if not _on_gpu(x.data, x.wide):
-        out, begin = x.data.new_empty(len(x.data), n, dtype=x.wide), 0
+        out, begin = x.data.new_empty(rows, n, dtype=x.wide), 0
         wide, w_ENK = dequantize(x, GROUP[recipe]), _whole(w, recipe)
+        wide = wide if x.row is None else wide[x.row]
         for e, end in enumerate(ends_E.tolist()):  # host read: the twin is for the CPU and for proofs
             out[begin:end] = wide[begin:end] @ w_ENK[e].t()
             begin = end
         return out
-    if recipe == "blockwise":
+    if recipe != "mxfp8":
         from pithtrain.ops import fp8_kernels
 
-        return fp8_kernels.grouped_product(x, w, ends_E)
-    fast = FAST_ACCUMULATE and recipe == "rowwise"
-    if recipe == "rowwise":
-        a, b = x.scale.view(-1), w.scale.view(experts, n)
-    else:
-        a, b = swizzled_groups(x.scale, ends_E), torch.stack([swizzled(each) for each in w.scale])
+        return fp8_kernels.grouped_product(x, w, ends_E, GROUP[recipe])
+    data, scale = x.data, x.scale
+    if x.row is not None:
+        data, scale = data.view(torch.uint8)[x.row].view(E4M3), scale[x.row]
+    a, b = swizzled_groups(scale, ends_E), torch.stack([swizzled(each) for each in w.scale])
     multiply = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-    return multiply(x.data, w.data.transpose(1, 2), a, b, offs=ends_E, out_dtype=x.wide, use_fast_accum=fast)
+    return multiply(data, w.data.transpose(1, 2), a, b, offs=ends_E, out_dtype=x.wide)
 
 
 def _whole(w: Fp8, recipe: Recipe) -> Tensor:

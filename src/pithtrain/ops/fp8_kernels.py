@@ -120,39 +120,6 @@ def quantize_rows(x_RW: Tensor, group: int) -> Fp8:
     return out
 
 
-@triton.jit(do_not_specialize=["sources", "rows"])
-def _gather_rows(
-    data, scale, row, out, out_scale, sources, rows, W: constexpr, G: constexpr, R: constexpr, BLOCK: constexpr
-):
-    """Four values are one of W integers."""
-    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    keep = r < rows
-    source = tl.load(row + r, mask=keep, other=0)
-    cols = tl.arange(0, BLOCK)
-    whole = keep[:, None] & (cols < W)[None, :]
-    tl.store(out + r[:, None] * W + cols[None, :], tl.load(data + source[:, None] * W + cols[None, :], whole), whole)
-    for g in range(G):
-        tl.store(out_scale + g * rows + r, tl.load(scale + g * sources + source, keep), keep)
-
-
-def gather_rows(x: Fp8, row_R: Tensor) -> Fp8:
-    """x[row], scales too, bit for bit: `permute.gather_rows` copies through fp32, where -0 + 0 is 0. A program per
-    16 KiB."""
-    (sources, width), rows = x.data.shape, len(row_R)
-    assert width % 4 == 0, "four values at a time"
-    blocks = x.scale.shape[1]
-    out = _empty(x.data, rows, width, blocks)._replace(wide=x.wide)
-    block = triton.next_power_of_2(width // 4)
-    at_once = max(1, 4096 // block)
-    if rows:
-        _gather_rows[(triton.cdiv(rows, at_once),)](
-            *(x.data.view(torch.int32), x.scale, row_R, out.data.view(torch.int32), out.scale),
-            *(sources, rows, width // 4, blocks, at_once, block),
-            num_warps=8,
-        )
-    return out
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _glu_fp8(
     gate_up,
@@ -409,26 +376,83 @@ def quantize_weight(w: Tensor, group: int, tiles: WeightTiles = WEIGHT_TILES) ->
 # ---- the product of routed experts -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _tile(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    row,
+    out,
+    e,
+    first,
+    last,
+    i,
+    sources,
+    N: constexpr,
+    K: constexpr,
+    K4: constexpr,
+    GROUP: constexpr,
+    BR: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    GATHER: constexpr,
+):
+    """Rows of an expert from `first` on, before `last`, and outputs of block i. For rows and outputs that there are not
+    others are read, which takes no mask, and nothing is stored."""
+    r = (first + tl.arange(0, BR)).to(tl.int64)
+    keep = r < last
+    source = tl.where(keep, r, first)
+    if GATHER:
+        source = tl.load(row + source)
+    ns = i * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    at = x + source[:, None] * K + ks[None, :]
+    matrix = w + e.to(tl.int64) * N * K + tl.minimum(ns, N - 1)[:, None] * K + ks[None, :]
+    total = tl.zeros([BR, BN], tl.float32)
+    for j in range(0, K, BK):
+        if K % BK == 0:
+            a = tl.load(at + j)
+            b = tl.load(matrix + j)
+        else:
+            a = tl.load(at + j, mask=(ks < K - j)[None, :], other=0.0)
+            b = tl.load(matrix + j, mask=(ks < K - j)[None, :], other=0.0)
+        if GROUP == 0:
+            total = tl.dot(a, tl.trans(b), total)
+        else:
+            s = tl.load(x_scale + j // BK * sources + source) * tl.load(w_scale + (e * (N // BN) + i) * K4 + j // BK)
+            total += tl.dot(a, tl.trans(b)) * s[:, None]
+    if GROUP == 0:
+        total *= tl.load(x_scale + source)[:, None] * tl.load(w_scale + e * N + ns, mask=ns < N, other=0.0)[None, :]
+    whole = keep[:, None] & (ns < N)[None, :]
+    tl.store(out + r[:, None] * N + ns[None, :], total.to(out.dtype.element_ty), mask=whole)
+
+
+@triton.jit(do_not_specialize=["sources"])
 def _grouped_product(
     x,
     x_scale,
     w,
     w_scale,
+    row,
     out,
     ends,
-    rows,
+    sources,
     E: constexpr,
     N: constexpr,
     K: constexpr,
     K4: constexpr,
+    GROUP: constexpr,
     BR: constexpr,
-    B: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    HALVE: constexpr,
+    GATHER: constexpr,
     EXPERTS: constexpr,
 ):
-    """A program per BR rows of one expert and B = 128 outputs. How many tiles an expert has is known on the device
-    alone, so each program counts; those beyond the last tile leave."""
-    tiles_n: constexpr = N // B
+    """A program per BR rows of one expert and BN outputs. How many tiles an expert has is known on the device alone, so
+    each program counts; those beyond the last tile leave. HALVE: an expert's last tile may have half the rows."""
+    tiles_n: constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0) // tiles_n
     i = tl.program_id(0) % tiles_n
     experts = tl.arange(0, EXPERTS)
@@ -441,43 +465,43 @@ def _grouped_product(
         mine = experts == e
         first = tl.sum(tl.where(mine, begin + (tile - until + tiles) * BR, 0), 0)
         last = tl.sum(tl.where(mine, end, 0), 0)
-        r = (first + tl.arange(0, BR)).to(tl.int64)
-        ns = i * B + tl.arange(0, B)
-        ks = tl.arange(0, B)
-        keep = r < last
-        at = x + r[:, None] * K + ks[None, :]
-        matrix = w + e.to(tl.int64) * N * K + ns[:, None] * K + ks[None, :]
-        scales = w_scale + (e * tiles_n + i) * K4
-        total = tl.zeros([BR, B], tl.float32)
-        for j in range(K // B):
-            a = tl.load(at + j * B, mask=keep[:, None], other=0.0)
-            b = tl.load(matrix + j * B)
-            s = tl.load(x_scale + j * rows + r, mask=keep, other=0.0) * tl.load(scales + j)
-            total += tl.dot(a, tl.trans(b)) * s[:, None]
-        tl.store(out + r[:, None] * N + ns[None, :], total.to(out.dtype.element_ty), mask=keep[:, None])
+        if HALVE and last - first <= BR // 2:
+            _tile(
+                x, x_scale, w, w_scale, row, out, e, first, last, i, sources, N, K, K4, GROUP, BR // 2, BN, BK, GATHER
+            )
+        else:
+            _tile(x, x_scale, w, w_scale, row, out, e, first, last, i, sources, N, K, K4, GROUP, BR, BN, BK, GATHER)
 
 
 class Tiles(NamedTuple):
-    """Of the product: rows of a program, its warps, and loads in flight."""
+    """Of the product: rows and outputs of a program, its warps, and loads in flight."""
 
-    rows: int = 64
-    warps: int = 4
-    stages: int = 3
-
-
-PRODUCT_TILES = Tiles()  # `benchmarks/kernels.py --tune` measures others
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
 
 
-def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, tiles: Tiles = PRODUCT_TILES) -> Tensor:
-    """x [R, K] times w_e [N, K]^T, blockwise: 128 products are summed by the tensor cores, and their sum is scaled and
-    added in fp32. No host read: the grid has room for every expert's last, partial tile."""
-    rows, (experts, n, k) = len(x.data), w.data.shape
-    assert n % 128 == k % 128 == 0, "blocks are whole"
+# `benchmarks/kernels.py --tune` measures others. With blocks three programs an SM hide the scaling of sums; with a
+# scale per row nothing is scaled before the end, and a large tile reads less.
+PRODUCT_TILES = {128: Tiles(64, 128, 4, 3), 0: Tiles(128, 256, 8, 4)}
+FEW = 640  # mean rows of an expert up to which a last tile of half the rows pays: 5 % at 512, -2 % from 1,024 on
+
+
+def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, group: int, tiles: Tiles | None = None) -> Tensor:
+    """x [R, K], or the rows that it names, times w_e [N, K]^T. With blocks (group 128) the tensor cores sum 128
+    products, and that sum is scaled and added in fp32; with a scale per row (0) they sum all of K, on Hopper in some 14
+    bits. No host read: the grid has room for every expert's last, partial tile."""
+    rows, (experts, n, k) = len(x.data if x.row is None else x.row), w.data.shape
+    assert not group or n % 128 == k % 128 == 0, "blocks are whole"
+    tiles = tiles or PRODUCT_TILES[group]
+    outputs = _block(n, tiles.outputs)
     out = torch.empty(rows, n, dtype=x.wide, device=x.data.device)
     if rows:
-        _grouped_product[((rows // tiles.rows + min(experts, rows)) * (n // 128),)](
-            *(x.data, x.scale, w.data, w.scale, out, ends_E, rows),
-            *(experts, n, k, w.scale.shape[-1], tiles.rows, 128, triton.next_power_of_2(experts)),
+        _grouped_product[((rows // tiles.rows + min(experts, rows)) * triton.cdiv(n, outputs),)](
+            *(x.data, x.scale, w.data, w.scale, x.row, out, ends_E, len(x.data)),
+            *(experts, n, k, w.scale.shape[-1], group, tiles.rows, outputs, 128),
+            *(not group and rows <= FEW * experts, x.row is not None, triton.next_power_of_2(experts)),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
