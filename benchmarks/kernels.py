@@ -91,7 +91,7 @@ COLUMNS = tuple(
 WEIGHTS = tuple(
     fp8_kernels.WeightTiles(*each)
     for each in (
-        *((rows, warps, 128, 128, 8) for rows in (64, 32, 128) for warps in (4, 8)),
+        *((rows, at_once, 128, 128, 8) for rows in (64, 32, 16) for at_once in (4, 2)),
         *((64, 4, *tile) for tile in ((128, 64, 4), (64, 128, 4), (128, 64, 8), (256, 64, 8), (64, 64, 4))),
     )
 )
