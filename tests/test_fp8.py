@@ -381,6 +381,8 @@ def test_torch_takes_the_operands_that_its_products_get_on_a_gpu(
             ends = torch.empty(3, dtype=torch.int32, device="cuda")
             assert fp8.grouped_product(x, there(experts.forward), ends, recipe).shape == (rows, n)
             assert fp8.grouped_product(dy, there(experts.dgrad), ends, recipe).shape == (rows, k)
+            x = x._replace(row=torch.empty(2 * rows, dtype=torch.int64, device="cuda"))
+            assert fp8.grouped_product(x, there(experts.forward), ends, recipe).shape == (2 * rows, n)
 
 
 def test_devices_and_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
