@@ -212,7 +212,7 @@ def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, recipe: Recipe) -> Tensor:
         return fp8_kernels.grouped_product(x, w, ends_E, GROUP[recipe])
     data, scale = x.data, x.scale
     if x.row is not None:
-        data, scale = data.view(torch.uint8)[x.row].view(E4M3), scale[x.row]
+        data, scale = data.view(torch.uint8).index_select(0, x.row).view(E4M3), scale.index_select(0, x.row)
     a, b = swizzled_groups(scale, ends_E), torch.stack([swizzled(each) for each in w.scale])
     multiply = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
     return multiply(data, w.data.transpose(1, 2), a, b, offs=ends_E, out_dtype=x.wide)
