@@ -208,7 +208,7 @@ def main() -> None:
 
 
 def campaign(options: argparse.Namespace, folder: Path, env: dict[str, str], rng: random.Random) -> None:
-    pithtrain = [sys.executable, "-m", "pithtrain.cli"]
+    pithtrain = [sys.executable, "-m", "pithtrain"]
     config = str(folder / "faults.yaml")
     straight = RunDir(options.straight or folder / "straight")
     if options.straight is None:

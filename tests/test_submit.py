@@ -520,7 +520,7 @@ def test_case_015_two_runs_at_the_same_moment_are_separate_worlds(tmp_path: Path
         names = [f"left-{turn}", f"right-{turn}"]
         tasks = [
             subprocess.Popen(
-                [sys.executable, "-m", "pithtrain.cli", "train", str(spec_file(tmp_path, name))],
+                [sys.executable, "-m", "pithtrain", "train", str(spec_file(tmp_path, name))],
                 env=submit.clean_environment(os.environ),
                 stdout=subprocess.DEVNULL,
             )

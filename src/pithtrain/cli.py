@@ -141,7 +141,7 @@ def submit(
     notes = starting.check(spec, by, force)
     run = _create(spec)
     job = _start(run, spec, by)
-    print(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
+    _say(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
     if wait:
         _wait(run)
 
@@ -183,7 +183,7 @@ def resume(
     if rundir.last_job(found).get("launcher") == "train":
         _require_alone()
         with rundir.locked(found):  # until it says that it runs: another `resume` waits, and is refused
-            print("\n".join(starting.prepare_resume(found, changes, "local", force)))
+            _say("\n".join(starting.prepare_resume(found, changes, "local", force)))
             attempt = starting.claim_here(found)
         _foreground(found, attempt)
         return
@@ -248,7 +248,7 @@ def _require_alone() -> None:
 
 def _foreground(run: RunDir, attempt: int | None = None) -> None:
     starting.foreground(run, load(run.spec_yaml), attempt)
-    print(f"done: {run.path}")
+    _say(f"done: {run.path}")
 
 
 def _load(config: Path, overrides: list[str] | None, name: str | None) -> RunSpec:
@@ -465,6 +465,15 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
+def _say(text: str) -> None:
+    """A line about a run. Where its reader is gone (`| head`), this and all after it goes nowhere: the exit code still
+    is the run's."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _wait(run: RunDir) -> None:
     """Stay until the run has ended, printing about twenty lines of the loss; raise if it did not succeed."""
     max_steps = jobs.state(run).max_steps or 1
@@ -473,7 +482,7 @@ def _wait(run: RunDir) -> None:
     def report(row: dict[str, Any]) -> None:
         if row["step"] % every == 0 or row["step"] in (1, max_steps):
             speed = "" if row["tokens_per_second"] is None else f"  {row['tokens_per_second']:>9,.0f} tokens/s"
-            print(f"step {row['step']:>6}/{max_steps}  loss {row['loss']:.4f}{speed}", flush=True)
+            _say(f"step {row['step']:>6}/{max_steps}  loss {row['loss']:.4f}{speed}")
 
     try:
         ended = jobs.wait(run, report)
@@ -543,7 +552,3 @@ def main() -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()
