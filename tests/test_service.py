@@ -340,7 +340,7 @@ def test_matrix_04_preempted_with_sigterm(service: Service, straight: RunDir) ->
 def test_matrix_05_a_killed_rank(service: Service, straight: RunDir) -> None:
     run = service.submit()
     service.until_step(run, AT)
-    os.kill((rundir.read_json(run.pid(1, 2)) or {})["pid"], signal.SIGKILL)
+    os.kill(rundir.read_json(run.pid(1, 2))["pid"], signal.SIGKILL)
     service.until_done(run)
     same(run, straight)
     assert ends(run) == [("failed", True), ("done", False)]
@@ -768,7 +768,7 @@ def test_matrix_21_from_inside_another_job(service: Service) -> None:
         return text.replace(str(run.path), "RUN").replace(f"--job-name={run.name}", "--job-name=NAME")
 
     def environment(run: RunDir, rank: int) -> dict[str, str]:
-        seen = rundir.read_json(run.path / f"environ-{rank}.json") or {}
+        seen = rundir.read_json(run.path / f"environ-{rank}.json")
         kept = {name for name in seen if OF_A_LAUNCHER.fullmatch(name) and not OF_ONE_JOB.fullmatch(name)}
         return {name: seen[name].replace(str(run.path), "RUN") for name in kept}
 

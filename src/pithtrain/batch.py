@@ -26,7 +26,6 @@ end (`--dependency=singleton`). This module needs no torch: it costs 0.2 s of a 
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -77,7 +76,7 @@ def before(run: RunDir) -> int:
         # not we: a node was lost, with the batch script or under it
         why = "its job was killed: the node was lost, or Slurm took it back before it could save"
         fields = {"ended": last.get("ended") or "killed", "why": why, "requeued": True, "reached": jobs.reached(run)}
-        rundir.record_attempt(run, last["attempt"], **fields, **rundir.attempt_steps(run, last["attempt"]))
+        rundir.record_end(run, last["attempt"], **fields)
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     rundir.point_latest(run, attempt)
     run.errors(attempt).mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ def before(run: RunDir) -> int:
     rundir.record_attempt(run, attempt, launcher="slurm", job_id=job_id, nodes=nodes, start=time.time(), end=None)
     if idle_attempts(run, attempt) >= MAX_IDLE:
         return 1
-    need = int((rundir.read_json(run.plan_json) or {}).get("checkpoint_bytes", 0))
+    need = int(rundir.read_json(run.plan_json).get("checkpoint_bytes", 0))
     free = shutil.disk_usage(run.path).free
     if free < need:
         room = f"{free / 2**20:,.0f} MiB left, and one checkpoint takes {need / 2**20:,.0f}"
@@ -162,7 +161,7 @@ def write_error(run: RunDir, attempt: int, host: str, message: str, retry: bool)
     """An error file of a node, before there are ranks."""
     report = {"time": time.time(), "rank": None, "host": host, "type": "Preflight", "message": message}
     report |= {"secondary": False, "retry": retry, "exit_code": 1, "traceback": ""}
-    rundir.write_last_words(run, run.errors(attempt) / f"node-{host}.json", json.dumps(report, indent=2) + "\n")
+    rundir.record_error(run, attempt, f"node-{host}", report)
 
 
 def node_problems(run: RunDir, spec: RunSpec) -> list[str]:
@@ -304,7 +303,7 @@ def after(run: RunDir, exit_code: int) -> int:
     row = {"end": time.time(), "ended": verdict.ended, "why": verdict.why, "exit_code": verdict.exit_code}
     row |= {"reached": facts.reached, "crash": verdict.crash, "requeued": verdict.action != "leave"}
     with contextlib.suppress(OSError):  # a full disk: the exit code and the log still tell
-        rundir.record_attempt(run, attempt, **row, **rundir.attempt_steps(run, attempt))
+        rundir.record_end(run, attempt, **row)
     print(f"attempt {attempt}: {verdict.why}", flush=True)
     if verdict.action in ("leave", "restarts"):
         return verdict.exit_code

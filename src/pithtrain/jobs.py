@@ -96,7 +96,7 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
     attempt = max(job.get("attempt", 0) + (known.restarts if known else 0), last.get("attempt", 0))
     if last.get("attempt") != attempt:
         last = {}
-    row, beat = rundir.last_line(run.metrics), rundir.read_json(run.heartbeat) or {}
+    row, beat = rundir.last_line(run.metrics), rundir.read_json(run.heartbeat)
     alive, word, why = _alive(run, job, known, last, beat)
     final = rundir.stamp(run.done, attempt) or (last.get("end") and last.get("requeued") is False)
     if unknown and job.get("launcher") == "slurm" and not final:
@@ -151,7 +151,7 @@ def wandb_address(run: RunDir, options: Mapping[str, Any]) -> str | None:
 
 def reached(run: RunDir) -> int:
     """The highest finished step that left a trace."""
-    beat = rundir.read_json(run.heartbeat) or {}
+    beat = rundir.read_json(run.heartbeat)
     return max(rundir.last_line(run.metrics).get("step") or 0, beat.get("step") or 0)
 
 
@@ -247,7 +247,7 @@ def local_pids(run: RunDir, job: Mapping[str, Any]) -> Iterator[int]:
 def rank_pids(run: RunDir, attempt: int) -> Iterator[int]:
     """The ranks of an attempt that live on this host."""
     for path in sorted(run.logs(attempt).glob("rank-*.pid")):
-        mine = rundir.read_json(path) or {}
+        mine = rundir.read_json(path)
         if mine.get("host") == socket.gethostname():
             began = process_start(mine["pid"])
             if began is not None and abs(began - mine["start"]) < 1:

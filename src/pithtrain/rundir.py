@@ -21,9 +21,6 @@ Two rules keep it true without locks. A directory and an attempt are *claimed* b
 file that is read while it changes is written aside and renamed, so a reader sees the old text or the new one. Lines of
 a `.jsonl` file are appended whole; a torn last line (the writer was killed) is skipped by readers and cut by the next
 writer.
-
-    run = RunDir(Path("runs/tiny"))
-    run.log(attempt=1, rank=0)      -> runs/tiny/logs/attempt-1/rank-0.log
 """
 
 import contextlib
@@ -117,7 +114,7 @@ class RunDir:
         return self.logs(attempt) / "spec.yaml"
 
     def rendezvous(self, attempt: int) -> Path:
-        """The file store through which processes of one host find each other."""
+        """The file store of torch.distributed on a single host."""
         return self.logs(attempt) / "rendezvous"
 
     def errors(self, attempt: int) -> Path:
@@ -165,13 +162,21 @@ def keep_reserve(run: RunDir) -> None:
             run.reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros may take no room
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None where there is no such file or it is not (yet) a whole object."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; {} where there is no such file or it is not (yet) a whole object."""
     try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # also where it is no text at all
-        return None
-    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+        return _object(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """The JSON object that this text is; {} where it is none, or no text at all."""
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        return {}
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -190,15 +195,7 @@ def read_lines_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
     except FileNotFoundError:
         return [], 0
     whole = text[: text.rfind(b"\n") + 1]  # what follows the last newline is a torn line, or nothing
-    rows: list[dict[str, Any]] = []
-    for line in whole.split(b"\n"):
-        try:
-            row: Any = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(cast(dict[str, Any], row))
-    return rows, start + len(whole)
+    return [row for line in whole.split(b"\n") if (row := _object(line))], start + len(whole)
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -213,15 +210,14 @@ def mark(marker: Path, attempt: int, **fields: Any) -> None:
 
 def stamp(marker: Path, attempt: int) -> dict[str, Any]:
     """What a marker says of this attempt; {} where it is another's or not there."""
-    fields = read_json(marker) or {}
+    fields = read_json(marker)
     return fields if fields.get("attempt") == attempt else {}
 
 
 def clear_stale_markers(run: RunDir, attempt: int) -> None:
     """Remove markers of earlier attempts. One set for `attempt` itself stays: it was cancelled before it began."""
     for marker in (run.done, run.stop, run.requeue, run.save):
-        stamp = read_json(marker)
-        if stamp is None or stamp.get("attempt", 0) < attempt:
+        if read_json(marker).get("attempt", 0) < attempt:
             marker.unlink(missing_ok=True)
 
 
@@ -287,9 +283,8 @@ def snapshot_code(run: RunDir) -> dict[str, Any]:
 
 def renew_code(run: RunDir) -> list[str]:
     """For an explicit resume: take a new snapshot where the package has changed, keeping the old one beside it. Returns
-    the files that differ, [] where nothing did."""
-    package = Path(pithtrain.__file__).parent
-    old, new = _file_hashes(run.code / "pithtrain"), _file_hashes(package)
+    the files that differ."""
+    old, new = _file_hashes(run.code / "pithtrain"), _file_hashes(Path(pithtrain.__file__).parent)
     changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if changed:
         before = len(list(run.path.glob("code-before-*")))
@@ -327,17 +322,16 @@ def runs(output_dir: Path) -> list[RunDir]:
 
 def update_submit(run: RunDir, **fields: Any) -> None:
     """Change top-level fields of submit.json."""
-    about = (read_json(run.submit_json) or {}) | fields
-    write_atomic(run.submit_json, json.dumps(about, indent=2) + "\n")
+    write_atomic(run.submit_json, json.dumps(read_json(run.submit_json) | fields, indent=2) + "\n")
 
 
 def jobs(run: RunDir) -> list[dict[str, Any]]:
     """The jobs of submit.json: one an explicit submission, with the attempt it began with (a requeue counts on). Raises
     RunDirError where the file is there and damaged: a run that lives must not be taken for one that never began."""
     about = read_json(run.submit_json)
-    if about is None and run.submit_json.exists():
+    if not about and run.submit_json.exists():
         raise RunDirError(f"{run.submit_json} is damaged: it says which jobs the run has; put it right first")
-    return (about or {}).get("jobs", [])
+    return about.get("jobs", [])
 
 
 def record_job(run: RunDir, attempt: int, **fields: Any) -> None:
@@ -426,10 +420,10 @@ def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
     write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
 
 
-def attempt_steps(run: RunDir, attempt: int) -> dict[str, int | None]:
-    """First and last step that an attempt logged and that still stand."""
-    steps = [row["step"] for row in read_lines(run.metrics) if row.get("attempt") == attempt]
-    return {"first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None}
+def record_end(run: RunDir, attempt: int, **fields: Any) -> None:
+    """`record_attempt` of how it ended, with the first and last step that it logged and that still stand."""
+    steps = [row["step"] for row in read_lines(run.metrics) if row.get("attempt") == attempt] or [None]
+    record_attempt(run, attempt, **fields, first_step=steps[0], last_step=steps[-1])
 
 
 def last_attempt(run: RunDir) -> dict[str, Any]:
@@ -441,8 +435,13 @@ def first_error(run: RunDir, attempt: int) -> dict[str, Any] | None:
     """The error that began it: the earliest of this attempt that is not another rank's lost connection. When a rank
     dies, its peers' collectives fail within milliseconds, on a cluster by clocks that differ; those errors say
     `secondary: true`, and count only where nothing else was written (a rank was killed from outside)."""
-    found = [error for path in run.errors(attempt).glob("*-*.json") if (error := read_json(path)) is not None]
+    found = [error for path in run.errors(attempt).glob("*-*.json") if (error := read_json(path))]
     return min(found, key=lambda error: (error["secondary"], error["time"]), default=None)
+
+
+def record_error(run: RunDir, attempt: int, who: str, report: Mapping[str, Any]) -> None:
+    """Write an error file; `who`: `rank-N`, or `node-HOST` before there are ranks."""
+    write_last_words(run, run.errors(attempt) / f"{who}.json", json.dumps(report, indent=2) + "\n")
 
 
 def describe_error(report: Mapping[str, Any]) -> str:
@@ -475,7 +474,7 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
         return f"{run.path} exists and is not a run directory; choose another --name or --run-dir"
     changes = spec_difference(run.spec_yaml.read_text(encoding="utf-8"), spec_yaml)
     differs = "its spec is the same" if not changes else "its spec differs in\n    " + "\n    ".join(changes)
-    done = f"it is done at step {(read_json(run.done) or {}).get('step')}" if run.done.exists() else "it is not done"
+    done = f"it is done at step {read_json(run.done).get('step')}" if run.done.exists() else "it is not done"
     return (
         f"the run directory {run.path} exists; {done}; {differs}\n"
         f"  go on with it:   pithtrain resume {run.path}\n"

@@ -261,7 +261,7 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher, force: boo
     if not (force and elsewhere):
         jobs.refuse_if_live(now, run)
     before, spec = _changed_spec(run, changes)
-    done_at = (rundir.read_json(run.done) or {}).get("step", 0)
+    done_at = rundir.read_json(run.done).get("step", 0)
     if done_at >= spec.training.max_steps:
         raise RunDirError(
             f"{run.name} is done at step {done_at} = training.max_steps\n"

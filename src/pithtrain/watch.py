@@ -220,7 +220,11 @@ class Watch:
             rundir.mark(self.run.stop, self.attempt, step=step)
         else:
             rundir.mark(self.run.requeue, self.attempt, step=step, reason=self.reason)
-        end_attempt(self.run, self.attempt, "done" if finished else "stopped", 0)
+        self.end_attempt("done" if finished else "stopped", 0)
+
+    def end_attempt(self, ended: str, exit_code: int) -> None:
+        """Rank 0's last word in attempts.jsonl; whoever started the run adds what it knows."""
+        rundir.record_end(self.run, self.attempt, end=time.time(), ended=ended, exit_code=exit_code)
 
     # ---- a bad end ---------------------------------------------------------------------------------------------------
 
@@ -306,7 +310,7 @@ class Watch:
     def _require_home(self) -> None:
         """End this process where the run directory was removed, moved, or made anew by another run: what it would write
         there is the other one's. Where this rank signed in tells; not at the first look, a file system may be late."""
-        mine = rundir.read_json(self.run.pid(self.attempt, self.rank)) or {}
+        mine = rundir.read_json(self.run.pid(self.attempt, self.rank))
         ours = (mine.get("pid"), mine.get("host")) == (os.getpid(), socket.gethostname())
         self._lost = 0 if ours else self._lost + 1
         if self._lost > LOOKS_LOST:
@@ -318,9 +322,9 @@ class Watch:
         if os.getppid() != self._parent:
             self.stop("the launcher died")
         if self.rank == 0:  # alone, and only at a stamp of this attempt: a stale marker must stop nobody
-            if (rundir.read_json(self.run.stop) or {}).get("attempt", 0) >= self.attempt:
+            if rundir.read_json(self.run.stop).get("attempt", 0) >= self.attempt:
                 self.stop("cancelled")
-            if (rundir.read_json(self.run.save) or {}).get("attempt", 0) >= self.attempt:
+            if rundir.read_json(self.run.save).get("attempt", 0) >= self.attempt:
                 self._save_asked = True
             self._comment()
         if self.reason is not None and not self._told:
@@ -349,7 +353,7 @@ class Watch:
         """Whether the process of a rank that signed in on this host has ended, and neither told nor signed out."""
         path = self.run.pid(self.attempt, rank)
         mine = rundir.read_json(path)
-        if mine is None or mine["host"] != socket.gethostname():
+        if mine.get("host") != socket.gethostname():
             return False
         start = process_start(mine["pid"])
         return (start is None or abs(start - mine["start"]) > 1) and path.exists()
@@ -369,7 +373,7 @@ class Watch:
         """Another rank has failed. If it waited in vain, and this one did not, this one is the cause."""
         where, waits = standing()
         told = _ranks(self.run.errors(self.attempt), "json")
-        reports = [rundir.read_json(self.run.error(self.attempt, rank)) or {} for rank in told]
+        reports = [rundir.read_json(self.run.error(self.attempt, rank)) for rank in told]
         secondary = all(report.get("secondary") for report in reports)
         stalled = any(report.get("type") == "Stalled" or "imed out" in report.get("message", "") for report in reports)
         if secondary and stalled and (not waits or self.stood_still()):
@@ -384,15 +388,13 @@ class Watch:
             _write(str(error))  # to the descriptor, which is the log: on the console the cause is said once
             faulthandler.dump_traceback(2, all_threads=True)
             report = self.report(error, str(error), main_stack(), secondary)
-            rundir.write_last_words(
-                self.run, self.run.error(self.attempt, self.rank), json.dumps(report, indent=2) + "\n"
-            )
+            rundir.record_error(self.run, self.attempt, f"rank-{self.rank}", report)
             if secondary:
                 self.hold(hold_s)
             first = rundir.first_error(self.run, self.attempt)
             code = first["exit_code"] if first is not None else 1
             if self.rank == 0:
-                end_attempt(self.run, self.attempt, "failed", code)
+                self.end_attempt("failed", code)
         os._exit(code)
 
     def _comment(self) -> None:
@@ -417,12 +419,6 @@ class Watch:
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------
-
-
-def end_attempt(run: RunDir, attempt: int, ended: str, exit_code: int) -> None:
-    """Rank 0's last word in attempts.jsonl; whoever started the run adds what it knows."""
-    fields = {"end": time.time(), "ended": ended, "exit_code": exit_code}
-    rundir.record_attempt(run, attempt, **fields, **rundir.attempt_steps(run, attempt))
 
 
 def usable_cores() -> int:

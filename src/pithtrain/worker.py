@@ -25,7 +25,6 @@ This module imports torch only inside functions, after the thread counts are in 
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import re
 import socket
@@ -41,7 +40,7 @@ from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, St
 from pithtrain.rundir import RunDir
 from pithtrain.slurm import hostnames
 from pithtrain.spec import load
-from pithtrain.watch import Watch, end_attempt, standing, usable_cores
+from pithtrain.watch import Watch, standing, usable_cores
 
 if TYPE_CHECKING:
     from pithtrain.world import Place
@@ -229,12 +228,10 @@ def _die(watch: Watch, here: Seat, error: BaseException, log: TextIO, console: T
         report = watch.report(error, message, stack, secondary)
         if not secondary and here.launcher != "spawn":  # there the parent says it, once
             print(f"error: {rundir.describe_error(report)}", file=console, flush=True)
-        rundir.write_last_words(
-            watch.run, watch.run.error(watch.attempt, here.rank), json.dumps(report, indent=2) + "\n"
-        )
+        rundir.record_error(watch.run, watch.attempt, f"rank-{here.rank}", report)
         print(report["traceback"], file=log, flush=True)
         if here.rank == 0:
-            end_attempt(watch.run, watch.attempt, "failed", exit_code)
+            watch.end_attempt("failed", exit_code)
         if secondary:
             watch.hold()
     except BaseException:
