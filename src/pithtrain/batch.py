@@ -44,6 +44,7 @@ from pithtrain.errors import PithtrainError, SlurmError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 from pithtrain.watch import node_name
+from pithtrain.worker import attempt_of
 
 CLOCK_SKEW_S = 60.0  # a task may start this long after it was asked for; no clock may be further off
 DEVICE_TIMEOUT_S = 30  # nvidia-smi answers in one or two; with a GPU that fell off the bus, never
@@ -60,7 +61,7 @@ MAX_IDLE = 5  # attempts in a row that gained no step: preemptions may come that
 def before(run: RunDir) -> int:
     """Make the job known, see to what the last attempt left, look at each node. Returns 0 where training may start.
     Whatever else it returns, `after` is asked next, which ends the job at once where there is NOTHING_TO_DO."""
-    attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
+    attempt, job_id = attempt_of(os.environ), os.environ["SLURM_JOB_ID"]
     print(jobs.header(attempt), file=sys.stderr, flush=True)
     rundir.require_own(run)
     refuse_stray(run, attempt, job_id)
@@ -152,7 +153,7 @@ def node(run: RunDir, asked_at: float) -> int:
         return 0
     message = f"node {host}: {'; '.join(problems)} (without it:  pithtrain resume {run.path} --exclude {host})"
     with contextlib.suppress(OSError):  # it may be just the folder that cannot be written
-        write_error(run, attempt_here(), host, message, retry=False)
+        write_error(run, attempt_of(os.environ), host, message, retry=False)
     print(f"srun: error: {message}", file=sys.stderr, flush=True)
     return 1
 
@@ -287,7 +288,7 @@ def after(run: RunDir, exit_code: int) -> int:
     """Decide, write it down, act. Returns the exit code of the batch script; a requeued job does not return."""
     if exit_code == NOTHING_TO_DO:
         return 0
-    attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
+    attempt, job_id = attempt_of(os.environ), os.environ["SLURM_JOB_ID"]
     try:
         facts = gather(run, attempt, job_id, exit_code)
     except Exception:  # whatever is damaged: a saved run goes on
@@ -433,11 +434,6 @@ def job_entry(run: RunDir, job_id: str) -> dict[str, Any]:
     """What submit.json says of a job."""
     found = [job for job in rundir.jobs(run) if job.get("job_id") == job_id]
     return found[-1] if found else {}
-
-
-def attempt_here() -> int:
-    """The attempt that this process belongs to: its job's first, and one more for each requeue."""
-    return int(os.environ["PITHTRAIN_ATTEMPT"]) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
 def main(arguments: list[str]) -> int:
