@@ -31,7 +31,7 @@ import yaml
 from pithtrain import rundir, slurm
 from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError
 from pithtrain.rundir import RunDir
-from pithtrain.watch import process_start
+from pithtrain.watch import lives, process_start
 
 POLL_S = 0.5
 SLURM_POLL_S = 5.0  # one squeue each: the controller serves everyone
@@ -248,10 +248,8 @@ def rank_pids(run: RunDir, attempt: int) -> Iterator[int]:
     """The ranks of an attempt that live on this host."""
     for path in sorted(run.logs(attempt).glob("rank-*.pid")):
         mine = rundir.read_json(path)
-        if mine.get("host") == socket.gethostname():
-            began = process_start(mine["pid"])
-            if began is not None and abs(began - mine["start"]) < 1:
-                yield mine["pid"]
+        if mine.get("host") == socket.gethostname() and lives(mine):
+            yield mine["pid"]
 
 
 # ---- causes ----------------------------------------------------------------------------------------------------------

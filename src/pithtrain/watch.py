@@ -1,8 +1,8 @@
 """What a rank keeps an eye on while it trains: requests to stop or to save, its own progress, and the other ranks.
 
 The main thread says where it stands (`enter`) and asks at step boundaries (`should_stop`, `should_save`). A thread of
-its own looks around once a second. It takes no lock of the engine and calls nothing that can block but the file system,
-so it works while the main thread waits in a collective for ever.
+its own looks around once a second. It takes no lock of the engine and nothing of it can block but the file system, so
+it works while the main thread waits in a collective for ever.
 
     it sees                                       it does
     SIGTERM, SIGUSR2, SIGINT                      (the handler) sets the flag that `should_stop` reads, nothing else
@@ -40,9 +40,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from pithtrain import rundir
 from pithtrain.errors import PithtrainError, RunFailed, Stalled
@@ -87,9 +88,8 @@ class _Standing(NamedTuple):
 
 
 class Watch:
-    """The watch of one rank over one attempt. `install` takes the signals, `start` begins to look; one that was neither
-    installed nor started holds flags and writes the heartbeat, which is all that a test of the engine needs.
-    `launcher`: as `worker.Seat` has it; `parent`: the launcher's pid, where this process may outlive it unseen."""
+    """The watch of one rank. `install` takes the signals, `start` begins to look; without them it holds flags and
+    writes the heartbeat, all that a test of the engine needs. `parent`: the launcher's pid, if we may outlive it."""
 
     def __init__(
         self, run: RunDir, attempt: int, rank: int, launcher: str = "alone", parent: int | None = None
@@ -118,9 +118,8 @@ class Watch:
     # ---- signals -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Take the signals that ask to stop, and let those in that a launcher held back until now. Threads and
-        processes started from here on inherit a clean mask. A thread that a library started before keeps what was held
-        back then, which is harmless: the kernel gives a signal to a thread that lets it in."""
+        """Take the signals that ask to stop, and let those in that a launcher held back until now. A thread that a
+        library started before keeps its mask, which is harmless: the kernel picks a thread that lets a signal in."""
         self._installed = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -140,8 +139,7 @@ class Watch:
 
     def _take_again(self) -> None:
         """Install the handlers once more: a library that was loaded since may have taken a signal, in C and unseen."""
-        others = [number.name for number in sorted(STOP_SIGNALS) if signal.getsignal(number) != self._on_signal]
-        if others:
+        if others := [one.name for one in sorted(STOP_SIGNALS) if signal.getsignal(one) != self._on_signal]:
             print(f"{', '.join(others)}: a library had taken them; they are ours again", flush=True)
         self.install()
         if self._log is not None:
@@ -170,8 +168,8 @@ class Watch:
         self.run.pid(self.attempt, self.rank).unlink(missing_ok=True)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """The main thread begins a phase, or the next step of one; `step` is the last finished one. The limit counts
-        from here. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that."""
+        """The main thread begins a phase, or the next step of one, whose limit counts from here; `step` is the last
+        finished one. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that."""
         began = phase != self._standing.phase
         self._standing = _Standing(phase, step, time.monotonic())
         if self._limits and self._log is not None:
@@ -248,8 +246,7 @@ class Watch:
     def stood_still(self) -> float:
         """For how many seconds this process did not run at all, where the main thread has not moved on since; else 0.
         The thread sleeps for `POLL_S`: what it slept beyond that, nothing here ran."""
-        overslept = self._overslept()
-        if overslept > FROZEN_S:
+        if (overslept := self._overslept()) > FROZEN_S:
             return overslept
         return self._frozen_s if self._thawed > self._standing.since else 0.0
 
@@ -308,8 +305,8 @@ class Watch:
         return finished
 
     def _require_home(self) -> None:
-        """End this process where the run directory was removed, moved, or made anew by another run: what it would write
-        there is the other one's. Where this rank signed in tells; not at the first look, a file system may be late."""
+        """End this process where its run directory is gone, or another run's: it would write into that one's files. The
+        file with which this rank signed in tells; not at the first look, a file system may be late."""
         mine = rundir.read_json(self.run.pid(self.attempt, self.rank))
         ours = (mine.get("pid"), mine.get("host")) == (os.getpid(), socket.gethostname())
         self._lost = 0 if ours else self._lost + 1
@@ -339,35 +336,34 @@ class Watch:
 
     def _silent_death(self) -> str | None:
         """Where the launcher ends nobody when a rank is killed: look for its process, on this one host."""
-        here = _ranks(self.run.logs(self.attempt), "pid")
-        gone = [rank for rank in sorted(here - {self.rank}) if self._gone(rank)]
-        if gone:
-            return f"rank {gone[0]} was killed"
-        if self._standing.phase == "init" and time.monotonic() - self._began > START_S:
-            missing = sorted(set(range(self._size)) - here)
-            if missing:
-                return f"rank {missing[0]} never started"
+        for rank in sorted(_ranks(self.run.logs(self.attempt), "pid") - {self.rank}):
+            if self._gone(rank):
+                return f"rank {rank} was killed"
+        if time.monotonic() - self._began > START_S and (missing := self._missing()):
+            return f"rank {missing[0]} never started"
         return None
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not signed in while this one still connects."""
+        signed_in = _ranks(self.run.logs(self.attempt), "pid")
+        return sorted(set(range(self._size)) - signed_in) if self._standing.phase == "init" else []
 
     def _gone(self, rank: int) -> bool:
         """Whether the process of a rank that signed in on this host has ended, and neither told nor signed out."""
         path = self.run.pid(self.attempt, rank)
         mine = rundir.read_json(path)
-        if mine.get("host") != socket.gethostname():
-            return False
-        start = process_start(mine["pid"])
-        return (start is None or abs(start - mine["start"]) > 1) and path.exists()
+        return mine.get("host") == socket.gethostname() and not lives(mine) and path.exists()
 
     def stall_text(self, where: str, waits: bool) -> str:
         phase, step, since = self._standing
-        key = LIMITS[phase]
-        told = f"on {node_name()} the phase {phase} has lasted {time.monotonic() - since:.0f} s"
-        text = f"{told} (distributed.{key} = {self._limits[phase]}), the last finished step is {step}; "
+        text = f"on {node_name()} the phase {phase} has lasted {time.monotonic() - since:.0f} s (distributed."
+        text += f"{LIMITS[phase]} = {self._limits[phase]}), the last finished step is {step}; "
         text += f"the main thread stands at {where}" + (", waiting for other ranks or a device" if waits else "")
-        frozen_s = self.stood_still()
-        text += f"; this process stood still for {frozen_s:.0f} s" if frozen_s else ""
-        missing = sorted(set(range(self._size)) - _ranks(self.run.logs(self.attempt), "pid")) if phase == "init" else []
-        return text + (f"; never started: ranks {', '.join(map(str, missing))}" if missing else "")
+        if frozen_s := self.stood_still():
+            text += f"; this process stood still for {frozen_s:.0f} s"
+        if missing := self._missing():
+            text += f"; never started: ranks {', '.join(map(str, missing))}"
+        return text
 
     def _leave(self, trouble: str) -> None:
         """Another rank has failed. If it waited in vain, and this one did not, this one is the cause."""
@@ -412,9 +408,9 @@ class Watch:
         loss = f" loss={row['loss']:.4f}" if isinstance(row.get("loss"), float) else ""
         token = os.environ.get("PITHTRAIN_TOKEN", "-")
         text = f"Comment=pithtrain {token} step={step}{loss} attempt={self.attempt}"
+        command = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", text]
         null = subprocess.DEVNULL
         with contextlib.suppress(OSError):
-            command = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", text]
             self._scontrol = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
@@ -488,9 +484,13 @@ def process_start(pid: int) -> float | None:
 
 @functools.cache
 def _boot_time() -> int:
-    return int(
-        next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")).split()[1]
-    )
+    return int(Path("/proc/stat").read_text().partition("\nbtime ")[2].split()[0])
+
+
+def lives(signed_in: Mapping[str, Any]) -> bool:
+    """Whether a process of this host that wrote a pid file runs; a later one may have the same number."""
+    start = process_start(signed_in["pid"])
+    return start is not None and abs(start - signed_in["start"]) < 1
 
 
 def _ranks(folder: Path, suffix: str) -> set[int]:
