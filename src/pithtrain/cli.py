@@ -510,8 +510,8 @@ def doctor(
 
     site = None if config is None else load(config).slurm
     checks = checking.check_host(output_dir) if nodes is None else checking.check_nodes(nodes, output_dir, site)
-    print(checking.as_json(checks) if as_json else checking.text(checks))
-    if checking.failed(checks):
+    print(json.dumps([dataclasses.asdict(each) for each in checks]) if as_json else checking.text(checks))
+    if any(check.verdict == "FAIL" for check in checks):
         raise SystemExit(1)
 
 
