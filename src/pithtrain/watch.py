@@ -50,7 +50,7 @@ from pithtrain.errors import PithtrainError, RunFailed, Stalled
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec
 
-Phase = Literal["init", "load", "first_step", "step", "save", "validation"]
+Phase = Literal["init", "load", "first_step", "step", "save"]
 
 # Which key of `distributed` limits a phase. Reading a checkpoint takes as long as writing one.
 LIMITS: dict[Phase, str] = {
@@ -59,7 +59,6 @@ LIMITS: dict[Phase, str] = {
     "first_step": "train_timeout_s",
     "step": "step_timeout_s",
     "save": "save_timeout_s",
-    "validation": "step_timeout_s",
 }
 REASONS = ("SIGINT", "SIGUSR2", "SIGTERM", "the launcher died", "cancelled")
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
