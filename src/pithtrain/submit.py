@@ -125,14 +125,14 @@ def held_python(run: RunDir) -> str:
     return f"{shlex.quote(sys.executable)} {shlex.quote(str(run.code / 'pithtrain' / 'held.py'))}"
 
 
-def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN", lane: str | None = None) -> str:
+def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN") -> str:
     """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there. Pure, so
     `--dry-run` shows it on a machine without Slurm too."""
     from submitit.slurm import slurm
 
     command = f"{held_python(run)} -u -m submitit.core._submit {shlex.quote(str(run.slurm))}"
     make = slurm._make_sbatch_string  # pyright: ignore[reportPrivateUsage]  # its text is tested against the executor's
-    return make(command=command, folder=run.slurm, **parameters(spec, run, attempt, token, lane))
+    return make(command=command, folder=run.slurm, **parameters(spec, run, attempt, token))
 
 
 def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
@@ -194,8 +194,9 @@ def submit(
     return job
 
 
-def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
+def submit_from_snapshot(path: str, by: str, number: str) -> None:
     """The half of `submit` that runs in the fresh process."""
+    run, attempt = RunDir(Path(path)), int(number)
     spec = load(run.spec_yaml)
     entry = rundir.last_job(run)
     assert entry.get("attempt") == attempt, "`submit` has just written it"
@@ -301,19 +302,13 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
     """Change what Slurm can change of a job that waits or is held, release it, and let it start."""
     assert now.job_id is not None, "Slurm has just spoken of it"
     old, new = dict(before.slurm), dict(spec.slurm)
-    names = {
-        "exclude": "ExcNodeList",
-        "time": "TimeLimit",
-        "partition": "Partition",
-        "account": "Account",
-        "qos": "QOS",
-    }
+    keys = {"exclude": "ExcNodeList", "time": "TimeLimit", "partition": "Partition", "account": "Account", "qos": "QOS"}
     changed = {key for key in new if old[key] != new[key]}
-    if stays := sorted(changed - names.keys() - {"max_requeues"}):
+    if stays := sorted(changed - keys.keys() - {"max_requeues"}):
         rule = f"cannot change while job {now.job_id} waits"
         hint = f"pithtrain cancel {run.path}, then resume"
         raise SpecError([Problem(f"slurm.{key}", new[key], rule, hint) for key in stays])
-    fields = {names[key]: new[key] if key != "time" else spec.slurm.time_minutes for key in changed & names.keys()}
+    fields = {keys[key]: new[key] if key != "time" else spec.slurm.time_minutes for key in changed & keys.keys()}
     if fields:
         slurm.update(now.job_id, **{key: "" if value is None else str(value) for key, value in fields.items()})
     lines = _renew(run, before, spec)
@@ -379,8 +374,7 @@ def foreground(run: RunDir, spec: RunSpec, attempt: int | None = None, minutes: 
             cwd=run.code,
             env=env | {"RANK": str(rank), "WORLD_SIZE": str(size)},
             stdin=DEVNULL,
-            # a session of its own: Ctrl-C reaches this process alone, which passes on a request to save
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes on a request to save
         )
         for rank in range(size)
     ]
@@ -447,8 +441,6 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     try:
-        submit_from_snapshot(
-            RunDir(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local", int(sys.argv[3])
-        )
+        submit_from_snapshot(*sys.argv[1:])
     except (RunFailed, StoppedEarly) as end:  # of a fork: whoever asks finds it in the run directory
         sys.exit(str(end))
