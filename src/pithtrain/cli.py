@@ -466,8 +466,7 @@ def _note(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """A line about a run. Where its reader is gone (`| head`), this and all after it goes nowhere: the exit code still
-    is the run's."""
+    """A line about a run. Where its reader is gone (`| head`), it and what follows go nowhere: no run fails by that."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -95,8 +95,7 @@ class Shard:
         return json.dumps(fields).encode().ljust(HEADER_BYTES - 1) + b"\n"
 
     def check(self) -> None:
-        """Raises DataError unless the file is there, has the size its counts ask for, its header says the same, and its
-        documents lie behind each other."""
+        """Raises DataError unless the file has its size, its header agrees, and its documents lie behind each other."""
         self.check_size()
         with self.path.open("rb") as file:
             if file.read(HEADER_BYTES) != self.header():

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pithtrain import catalog, slurm, worker
+from pithtrain import catalog, rundir, slurm, worker
 from pithtrain.errors import SlurmError
 from pithtrain.spec import SlurmSection
 from pithtrain.watch import usable_cores
@@ -140,17 +140,10 @@ def _machine(output_dir: Path) -> Iterator[Check]:
     os.umask(mask)
     mend = "umask 022 in your shell's profile: others may write to the files that you make"
     yield _judge("umask", mask & 0o022 == 0o022, f"{mask:04o}", mend)
-    git = _answer("git", "--version")
+    git = rundir.answer("git", "--version")
     mend = "install git: without it a run's commit is not recorded"
-    yield _judge("git", git is not None, (git or "not found").removeprefix("git version "), mend)
+    yield _judge("git", git is not None, (git or "not found").removeprefix("git version ").strip(), mend)
     yield Check("wandb", "OK", login(os.environ, Path.home()))
-
-
-def _answer(*command: str) -> str | None:
-    """A command's stripped output; None where it is missing, fails or hangs, as nvidia-smi with a GPU off the bus."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, input="", stderr=subprocess.DEVNULL, text=True, timeout=30).strip()
-    return None
 
 
 def _installed(package: str) -> str | None:
@@ -194,7 +187,7 @@ def _torch() -> Iterator[Check]:
                 trouble.append(f"GPU {index}: computes wrongly")
         except Exception as error:
             trouble.append(f"GPU {index}: {str(error).splitlines()[0]}")
-    listed = _answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    listed = rundir.answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     yield judge_devices(listed, seen, built_for, os.environ.get("SLURM_GPUS_ON_NODE"), trouble)
     if seen > 1:
         yield transport(seen)

@@ -169,8 +169,7 @@ class Events:
                 file.close()
 
     def _bounded(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        """The answer of a call of W&B, None where it fails. In a thread, for at most `timeout_s`: its own time limits
-        do not cover every wait."""
+        """The answer of a call of W&B, None where it fails, in `timeout_s`: its own limits do not cover every wait."""
         answer: list[Any] = []
         failure = f"no answer within {timeout_s:.0f} s"
 

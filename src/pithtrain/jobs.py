@@ -106,7 +106,7 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         word, why = "unknown", unknown
     else:
         word, why = living or _ended(run, job, known, attempt, last)
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in run.checkpoints.glob("step-*"))
+    saved = rundir.numbers(run.checkpoints, r"step-(\d+)") if run.checkpoints.exists() else set[int]()
     beat_here = beat if beat.get("attempt") == attempt else {}
     return State(
         name=run.name,
@@ -122,7 +122,7 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         nodes=(known.nodes if known else None) or last.get("nodes"),
         step_age_s=time.time() - beat_here["time"] if alive and "time" in beat_here else None,
         time_left_s=known.time_left_s if known and alive else None,
-        checkpoint=max((int(match[1]) for match in names if match), default=None),
+        checkpoint=max(saved, default=None),
         why=why,
         wandb=wandb_address(run, spec["logging"]["wandb"]) if spec else None,
     )
@@ -277,8 +277,7 @@ SRUN_SAYS = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTI
 def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: Path | None = None) -> Cause:
     """The first cause of a failed attempt. `exit_codes`: of the ranks, negative for a signal, where they are known;
     `step_log`: what srun wrote. An error file that is no other rank's lost connection is the cause. Else a rank died
-    without a word: whoever saw its exit names it, and failing that it is the one that wrote no error while the others
-    did."""
+    without a word: whoever saw its exit names it, or it is the one that wrote no error while the others did."""
     first = rundir.first_error(run, attempt)
     if first is not None and not first["secondary"]:
         log = run.log(attempt, first["rank"]) if first["rank"] is not None else run.slurm

@@ -28,6 +28,7 @@ import dataclasses
 import difflib
 import errno
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -58,7 +59,6 @@ CAPTURED = re.compile(
 )
 RESERVE_BYTES = 256 * 1024  # a traceback a rank
 TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
-ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
 
 class _At:
@@ -264,17 +264,17 @@ def _fill(run: RunDir, spec_yaml: str, plan: dict[str, Any], command: list[str])
 
 
 def snapshot_code(run: RunDir) -> dict[str, Any]:
-    """Copy the running package to `run.code`; return its hash and, from a git checkout, commit and `dirty`. The files
-    are copied as they are on the disk, so edited and untracked ones too. In a checkout the difference to the commit is
-    kept beside them as `code/dirty.diff`. About 1 MB and 20 ms."""
+    """Copy the running package, as it is on the disk, to `run.code`; return its hash and, from a git checkout, commit
+    and `dirty`: the difference to the commit is kept as `code/dirty.diff`. About 1 MB and 20 ms."""
     package = Path(pithtrain.__file__).parent
     shutil.copytree(package, run.code / "pithtrain", ignore=shutil.ignore_patterns("__pycache__"))
     about: dict[str, Any] = {"sha256": tree_hash(run.code / "pithtrain")}
-    commit = _git(package, "rev-parse", "HEAD")
+    git = functools.partial(answer, "git", "-C", str(package))
+    commit = git("rev-parse", "HEAD")  # None outside a checkout, without git, or before the first commit
     if commit is not None:
-        difference = _git(package, "diff", "HEAD", "--", ".") or ""
-        untracked = _git(package, "ls-files", "--others", "--exclude-standard", "--", ".") or ""
-        tree = (_git(package, "rev-parse", "HEAD^{tree}") or "").strip()
+        difference = git("diff", "HEAD", "--", ".") or ""
+        untracked = git("ls-files", "--others", "--exclude-standard", "--", ".")
+        tree = (git("rev-parse", "HEAD^{tree}") or "").strip()
         about |= {"commit": commit.strip(), "tree": tree, "dirty": bool(difference or untracked)}
         if difference:
             (run.code / "dirty.diff").write_text(difference, encoding="utf-8")
@@ -282,8 +282,7 @@ def snapshot_code(run: RunDir) -> dict[str, Any]:
 
 
 def renew_code(run: RunDir) -> list[str]:
-    """For an explicit resume: take a new snapshot where the package has changed, keeping the old one beside it. Returns
-    the files that differ."""
+    """For an explicit resume: a new snapshot where the package has changed; the old one stays. Returns what differs."""
     old, new = _file_hashes(run.code / "pithtrain"), _file_hashes(Path(pithtrain.__file__).parent)
     changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if changed:
@@ -299,8 +298,7 @@ def tree_hash(folder: Path) -> str:
 
 
 def find(reference: str, output_dir: Path) -> RunDir:
-    """The run meant by `reference`: a directory, a name under `output_dir`, or the id of one of its jobs. Raises
-    RunDirError with the nearest names where there is none."""
+    """The run meant by a directory, a name under `output_dir`, or a job's id. Raises RunDirError with near names."""
     for path in (Path(reference), output_dir / reference):
         if (path / "spec.yaml").exists():
             return RunDir(path.absolute())
@@ -335,9 +333,8 @@ def jobs(run: RunDir) -> list[dict[str, Any]]:
 
 
 def record_job(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields (job_id, launcher, host, token, ...) into the entry of the job that began with `attempt`. The entry
-    exists before sbatch is called, so that the submitting command, the job and whoever asks for its state may each
-    complete it: they write the same values."""
+    """Write fields into the entry of the job that began with `attempt`. The submitting command, the job and whoever
+    asks for its state may each complete it: they write the same values."""
     entries = {entry["attempt"]: entry for entry in jobs(run)}
     entries[attempt] = entries.get(attempt, {"attempt": attempt}) | fields
     update_submit(run, jobs=[entries[key] for key in sorted(entries)])
@@ -355,9 +352,8 @@ def last_job(run: RunDir) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(run: RunDir) -> Generator[None, None, None]:
-    """Keep other commands from starting or resuming this run meanwhile. The system frees the lock of a dead process.
-    Raises RunDirError where another command has it. Where the file system has no locks, `claim_attempt` still
-    decides."""
+    """Keep other commands from starting or resuming this run meanwhile; a dead process has no lock. Raises RunDirError
+    where another has it. Where the file system has no locks, `claim_attempt` still decides."""
     handle = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -387,13 +383,12 @@ def require_own(run: RunDir) -> None:
 
 
 def claim_attempt(run: RunDir) -> int:
-    """Take the next attempt number for this caller alone and point logs/latest to its folder. The number is one above
-    every attempt that left a trace, and `mkdir` decides between two callers, so a log is never written twice: not by a
-    requeue, not by two resumes at the same moment."""
+    """Take the next attempt number for this caller alone and point logs/latest to it: one above every attempt that left
+    a trace, and `mkdir` decides between two callers, so a log is never written twice."""
     folder = run.path / "logs"
     folder.mkdir(exist_ok=True)
-    taken = [int(match[1]) for entry in folder.iterdir() if (match := ATTEMPT_FOLDER.search(entry.name))]
-    attempt = max([*taken, *(row["attempt"] for row in read_lines(run.attempts))], default=0) + 1
+    taken = numbers(folder, r"attempt-(\d+)")
+    attempt = max(taken | {row["attempt"] for row in read_lines(run.attempts)}, default=0) + 1
     while True:
         try:
             run.logs(attempt).mkdir()
@@ -413,8 +408,7 @@ def point_latest(run: RunDir, attempt: int) -> None:
 
 
 def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields into the attempt's line of attempts.jsonl, making the line where there is none. Only one process
-    does so at a time: rank 0 while it lives, its launcher afterwards."""
+    """Write fields into the attempt's line of attempts.jsonl: rank 0 does while it lives, its launcher afterwards."""
     rows = {row["attempt"]: row for row in read_lines(run.attempts)}
     rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
     write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
@@ -457,6 +451,11 @@ def describe_error(report: Mapping[str, Any]) -> str:
 # ---- small things ----------------------------------------------------------------------------------------------------
 
 
+def numbers(folder: Path, pattern: str) -> set[int]:
+    """N of the names in a folder that are like `rank-N.pid`."""
+    return {int(match[1]) for entry in folder.iterdir() if (match := re.fullmatch(pattern, entry.name))}
+
+
 def saves_nothing(run: RunDir) -> bool:
     """Whether its routing is forced, which no checkpoint may keep."""
     text = run.spec_yaml.read_text(encoding="utf-8") if run.spec_yaml.exists() else ""
@@ -495,9 +494,8 @@ def _file_hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """git's output, or None outside a checkout, without git, or before the first commit."""
-    command = ["git", *arguments]
+def answer(*command: str) -> str | None:
+    """A command's output; None where it is missing, fails or hangs, as nvidia-smi with a GPU off the bus."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.check_output(command, input="", stderr=subprocess.DEVNULL, text=True, timeout=30)
     return None

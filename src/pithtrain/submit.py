@@ -126,8 +126,7 @@ def held_python(run: RunDir) -> str:
 
 
 def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN") -> str:
-    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there. Pure, so
-    `--dry-run` shows it on a machine without Slurm too."""
+    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch, which makes the token. Pure."""
     from submitit.slurm import slurm
 
     command = f"{held_python(run)} -u -m submitit.core._submit {shlex.quote(str(run.slurm))}"
@@ -163,10 +162,9 @@ def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
 def submit(
     run: RunDir, spec: RunSpec, by: Launcher, lane: str | None = None, first: int | None = None
 ) -> dict[str, Any]:
-    """Claim an attempt and start it; returns its entry in submit.json (job_id, launcher, attempt, host, time, token).
-    The entry stands before sbatch is called, so whatever dies in between, the job can be found by its token. `lane`:
-    see `parameters`; `first`: the first attempt of the chain of jobs that this one continues. Raises RunFailed with
-    sbatch's own words where it refuses."""
+    """Claim an attempt and start it; returns its entry in submit.json, which stands before sbatch is called: whatever
+    dies in between, the job can be found by its token. `lane`: see `parameters`; `first`: the first attempt of the
+    chain of jobs that this one continues. Raises RunFailed with sbatch's own words where it refuses."""
     rundir.require_own(run)
     attempt = rundir.claim_attempt(run)
     entry = {"job_id": None, "launcher": by, "host": socket.gethostname(), "time": time.time()}
@@ -326,8 +324,7 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
 
 
 def grid(axes: Sequence[str]) -> list[dict[str, str]]:
-    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay. Raises
-    SpecError."""
+    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay."""
     values: dict[str, list[str]] = {}
     for axis in axes:
         key, equals, text = axis.partition("=")
@@ -422,8 +419,7 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.
 
 
 def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
-    """Say how an attempt ended, from the run directory and, where it is silent, the processes' exit codes. Raises
-    RunFailed or StoppedEarly; returns when the run is done."""
+    """Say how an attempt ended, by the run directory or exit codes. Raises RunFailed or StoppedEarly unless done."""
     if not any(exit_codes):
         if rundir.stamp(run.done, attempt):
             return

@@ -105,7 +105,7 @@ class Watch:
         self._parent = os.getppid() if parent is None else parent
         self._installed = False
         self._log: TextIO | None = None
-        self._told = False  # whether the log says that a stop was asked for
+        self._stop_said = False  # whether the log says that a stop was asked for
         self._comment_due = 0.0
         self._comment_step: int = 0
         self._scontrol: subprocess.Popen[bytes] | None = None
@@ -207,8 +207,7 @@ class Watch:
         self._save_asked = False
 
     def ended(self, step: int, finished: bool) -> None:
-        """Rank 0, when the state of `step` is saved: the marker that says how the attempt ended. Written before
-        anything slow, such as a last upload: a grace time may end in the middle of that."""
+        """Rank 0, when the state of `step` is saved: mark how it ended, before anything slow that may be cut off."""
         if self.rank != 0:
             return
         if finished:
@@ -266,8 +265,8 @@ class Watch:
                 first = rundir.first_error(self.run, self.attempt)
                 if first is not None and not first["secondary"]:
                     return
-                told = _ranks(self.run.errors(self.attempt), "json")
-                if all(self._gone(rank) for rank in _ranks(self.run.logs(self.attempt), "pid") - told - {self.rank}):
+                told = self._told()
+                if all(self._gone(rank) for rank in self._signed_in() - told - {self.rank}):
                     return
             time.sleep(POLL_S / 4)
 
@@ -323,11 +322,11 @@ class Watch:
             if rundir.read_json(self.run.save).get("attempt", 0) >= self.attempt:
                 self._save_asked = True
             self._comment()
-        if self.reason is not None and not self._told:
-            self._told = True
+        if self.reason is not None and not self._stop_said:
+            self._stop_said = True
             _write(f"asked to stop ({self.reason}): this rank saves and stops at a step boundary")
         death = self._silent_death() if self.launcher == "spawn" else None
-        if _ranks(self.run.errors(self.attempt), "json") - {self.rank}:
+        if self._told() - {self.rank}:
             first = rundir.first_error(self.run, self.attempt)
             if first is not None and not (first["secondary"] and death):
                 return rundir.describe_error(first)
@@ -335,17 +334,23 @@ class Watch:
 
     def _silent_death(self) -> str | None:
         """Where the launcher ends nobody when a rank is killed: look for its process, on this one host."""
-        for rank in sorted(_ranks(self.run.logs(self.attempt), "pid") - {self.rank}):
+        for rank in sorted(self._signed_in() - {self.rank}):
             if self._gone(rank):
                 return f"rank {rank} was killed"
         if time.monotonic() - self._began > START_S and (missing := self._missing()):
             return f"rank {missing[0]} never started"
         return None
 
+    def _signed_in(self) -> set[int]:
+        return rundir.numbers(self.run.logs(self.attempt), r"rank-(\d+)\.pid")
+
+    def _told(self) -> set[int]:
+        """The ranks that have written an error."""
+        return rundir.numbers(self.run.errors(self.attempt), r"rank-(\d+)\.json")
+
     def _missing(self) -> list[int]:
         """The ranks that have not signed in while this one still connects."""
-        signed_in = _ranks(self.run.logs(self.attempt), "pid")
-        return sorted(set(range(self._size)) - signed_in) if self._standing.phase == "init" else []
+        return sorted(set(range(self._size)) - self._signed_in()) if self._standing.phase == "init" else []
 
     def _gone(self, rank: int) -> bool:
         """Whether the process of a rank that signed in on this host has ended, and neither told nor signed out."""
@@ -367,7 +372,7 @@ class Watch:
     def _leave(self, trouble: str) -> None:
         """Another rank has failed. If it waited in vain, and this one did not, this one is the cause."""
         where, waits = standing()
-        told = _ranks(self.run.errors(self.attempt), "json")
+        told = self._told()
         reports = [rundir.read_json(self.run.error(self.attempt, rank)) for rank in told]
         secondary = all(report.get("secondary") for report in reports)
         stalled = any(report.get("type") == "Stalled" or "imed out" in report.get("message", "") for report in reports)
@@ -490,12 +495,6 @@ def lives(signed_in: Mapping[str, Any]) -> bool:
     """Whether a process of this host that wrote a pid file runs; a later one may have the same number."""
     start = process_start(signed_in["pid"])
     return start is not None and abs(start - signed_in["start"]) < 1
-
-
-def _ranks(folder: Path, suffix: str) -> set[int]:
-    """The ranks that have a file `rank-N.SUFFIX` in a folder."""
-    names = (re.fullmatch(rf"rank-(\d+)\.{suffix}", path.name) for path in folder.iterdir())
-    return {int(match[1]) for match in names if match}
 
 
 def _write(text: str) -> None:

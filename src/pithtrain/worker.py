@@ -68,8 +68,7 @@ class Seat:
 
 
 def seat(env: Mapping[str, str]) -> Seat:
-    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did. Raises
-    SpecError for a variable that is no number."""
+    """Which launcher started this process and which of its tasks this is. Raises SpecError for what is no number."""
     if "RANK" in env and "WORLD_SIZE" in env:
         size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
         return Seat("spawn", rank, size, rank, size)
@@ -123,10 +122,9 @@ def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
 
 
 def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before torch is imported, where the user has not. CPU threads: the ranks of a host share its
-    cores; without this each takes all of them, and two ranks on two cores run several times slower. A file store means
-    one host: gloo then stays on the loopback interface, since it otherwise looks up the host's own name, which need not
-    resolve."""
+    """Variables to set before torch is imported, where the user has not. The ranks of a host share its cores: if each
+    took all of them, two ranks on two cores would be several times slower. On a single host gloo stays on the loopback
+    interface, since it otherwise looks up the host's own name, which need not resolve."""
     here = seat(env)
     given = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
     wanted = {"OMP_NUM_THREADS": str(given or max(1, usable_cores() // here.local_world_size))}
@@ -139,10 +137,9 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def entry(path: str) -> None:
-    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it. It
-    is what submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec. Never
-    returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file over
-    which the next attempt dies."""
+    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it.
+    submitit pickles it by reference, so a waiting job holds no code and no spec. Never returns: submitit would pickle
+    the result, and a rank killed meanwhile leaves a temporary file over which the next attempt dies."""
     code = 0
     try:
         main(Path(path))
