@@ -262,9 +262,8 @@ def decide(facts: Facts) -> Verdict:
         return Verdict("leave", ended, f"{facts.ending}; {state}", code)
     if facts.idle >= MAX_IDLE:
         last = facts.ending or (f"stopped by {facts.reason}" if saved else facts.cause)
-        return Verdict(
-            "leave", "failed", f"{facts.idle} attempts in a row gained no step; the last: {last}", code, True
-        )
+        why = f"{facts.idle} attempts in a row gained no step; the last: {last}"
+        return Verdict("leave", "failed", why, code, crash=True)
     if facts.ending is not None:
         action = "restarts" if facts.slurm_requeues else "successor"
         return Verdict(action, ended, f"{facts.ending}; {state}; restarts", code)

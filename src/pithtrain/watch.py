@@ -29,7 +29,6 @@ import contextlib
 import faulthandler
 import functools
 import json
-import linecache
 import os
 import re
 import shutil
@@ -42,7 +41,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NamedTuple, TextIO
 
 from pithtrain import rundir
@@ -434,56 +432,48 @@ def node_name() -> str:
 def standing() -> tuple[str, bool]:
     """Where the main thread is, as `file:line function`, and whether it waits there for other ranks or a device. It
     does where torch.distributed was called, or where our own innermost line says so."""
-    frames = _main_frames()
-    ours = next((i for i, frame in enumerate(frames) if Path(_file(frame)).is_relative_to(Path(__file__).parent)), None)
+    frames, package = _main_frames(), Path(__file__).parent
+    ours = next((i for i, frame in enumerate(frames) if Path(frame.filename).is_relative_to(package)), None)
     called = frames if ours is None else frames[: ours + 1]
-    waits = any(re.search(r"/torch/distributed/(?!checkpoint/)", _file(frame)) for frame in called)
+    waits = any(re.search(r"/torch/distributed/(?!checkpoint/)", frame.filename) for frame in called)
     if ours is not None:
-        waits = waits or WAITS.search(linecache.getline(_file(frames[ours]), frames[ours].f_lineno)) is not None
-    where = [f"{_file(frame)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in (called[0], called[-1])]
+        waits = waits or WAITS.search(frames[ours].line or "") is not None
+    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in (called[0], called[-1])]
     return " in ".join(dict.fromkeys(where)), waits
 
 
 def main_stack() -> str:
     """The main thread's stack as a traceback would show it, innermost last."""
-    frames = ((frame, frame.f_lineno) for frame in reversed(_main_frames()))
-    return "".join(traceback.StackSummary.extract(frames).format())
+    return "".join(traceback.format_list(_main_frames()[::-1]))
 
 
-def _main_frames() -> list[FrameType]:
+def _main_frames() -> list[traceback.FrameSummary]:
     """Innermost first; those of the thread that writes a checkpoint on top, where the main thread waits for it."""
     frames = _frames(threading.main_thread())
-    if any(frame.f_code.co_name == "_join" for frame in frames):
+    if any(frame.name == "_join" for frame in frames):
         writers = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
         frames = [frame for writer in writers for frame in _frames(writer)] + frames
     return frames
 
 
-def _frames(thread: threading.Thread) -> list[FrameType]:
+def _frames(thread: threading.Thread) -> list[traceback.FrameSummary]:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # the documented way
-    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
+    return [] if frame is None else [*traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)]
 
 
 def process_start(pid: int) -> float | None:
     """When process `pid` began (Unix time; 0 where the system does not tell), None where there is none but a zombie."""
+    if not Path("/proc/self/stat").exists():
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return 0.0
+        return None
     try:
         # the name, in parentheses, may itself hold spaces and parentheses
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self/stat").exists():
-            return None
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return None
-        return 0.0
-    if fields[0] in "ZX":
         return None
-    return _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return None if fields[0] in "ZX" else _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 @functools.cache
