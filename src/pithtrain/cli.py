@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -539,15 +539,11 @@ def _progress(
 # ---- the door --------------------------------------------------------------------------------------------------------
 
 
-def main() -> NoReturn:
+def main() -> None:
     """The console script: the only place that turns an error into text and an exit code."""
     os.umask(os.umask(0o022) | 0o022)  # what runs is read from the run directory: nobody else writes there
     try:
         app()
-    except StoppedEarly as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.exit_code)
     except PithtrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error if isinstance(error, StoppedEarly) else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    sys.exit(0)

@@ -316,11 +316,7 @@ def _probe(probe: Path) -> Iterator[Check]:
     """Write, flush, rename over an older file, flush the folder: what makes a marker and a checkpoint whole."""
     began = time.monotonic()
     (probe / "whole").touch()
-    with (probe / "aside").open("wb") as file:
-        file.write(b"n" * 2**20)
-        file.flush()
-        os.fsync(file.fileno())
-    (probe / "aside").replace(probe / "whole")
+    rundir.write_atomic(probe / "whole", "n" * 2**20)
     catalog.sync(probe)
     took = time.monotonic() - began  # milliseconds on a disk, tens of them on a file server
     yield _judge("writing", took < 1, f"1 MiB flushed and renamed in {took * 1e3:,.0f} ms", ELSEWHERE)

@@ -354,18 +354,15 @@ def last_job(run: RunDir) -> dict[str, Any]:
 def locked(run: RunDir) -> Generator[None, None, None]:
     """Keep other commands from starting or resuming this run meanwhile; a dead process has no lock. Raises RunDirError
     where another has it. Where the file system has no locks, `claim_attempt` still decides."""
-    handle = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise RunDirError(f"another command is starting {run.name} right now: look with `pithtrain status`") from None
-    except OSError:
-        pass
-    try:
+    with open(run.lock, "a", opener=functools.partial(os.open, mode=0o600)) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = f"another command is starting {run.name} right now: look with `pithtrain status`"
+            raise RunDirError(busy) from None
+        except OSError:
+            pass
         yield
-    finally:
-        os.close(handle)
 
 
 def require_own(run: RunDir) -> None:
