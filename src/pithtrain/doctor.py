@@ -126,8 +126,8 @@ def _machine(output_dir: Path) -> Iterator[Check]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Check("host", "OK", f"{usable_cores()} cores, {memory:.0f} GiB of memory")
     yield Check("python", "OK", f"{sys.version.split()[0]}, {sys.executable}")
-    known = _installed("pithtrain") is not None  # else the code comes from PYTHONPATH alone
-    yield judge_packages((known and importlib.metadata.requires("pithtrain")) or [], _installed)
+    known = rundir.installed("pithtrain") is not None  # else the code comes from PYTHONPATH alone
+    yield judge_packages((known and importlib.metadata.requires("pithtrain")) or [], rundir.installed)
     yield from _torch()
     yield collective()
     if (shm := Path("/dev/shm")).exists():
@@ -144,12 +144,6 @@ def _machine(output_dir: Path) -> Iterator[Check]:
     mend = "install git: without it a run's commit is not recorded"
     yield _judge("git", git is not None, (git or "not found").removeprefix("git version ").strip(), mend)
     yield Check("wandb", "OK", login(os.environ, Path.home()))
-
-
-def _installed(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def judge_packages(requirements: Sequence[str], version_of: Callable[[str], str | None]) -> Check:
@@ -191,7 +185,7 @@ def _torch() -> Iterator[Check]:
     yield judge_devices(listed, seen, built_for, os.environ.get("SLURM_GPUS_ON_NODE"), trouble)
     if seen > 1:
         yield transport(seen)
-    versions = {"nccl": None, "cudnn": torch.backends.cudnn.version(), "triton": _installed("triton")}
+    versions = {"nccl": None, "cudnn": torch.backends.cudnn.version(), "triton": rundir.installed("triton")}
     with contextlib.suppress(Exception):  # a build for CPUs alone has none
         from torch.cuda import nccl
 

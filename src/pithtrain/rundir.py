@@ -250,13 +250,15 @@ def _fill(run: RunDir, spec_yaml: str, plan: dict[str, Any], command: list[str])
     run.wandb_id.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
     write_atomic(run.spec_yaml, spec_yaml)
     write_atomic(run.plan_json, json.dumps(plan, indent=2) + "\n")
+    packages = ("pithtrain", "torch", "numpy", "pydantic", "submitit", "wandb")
+    versions = {package: version for package in packages if (version := installed(package))}
     about = {
         "name": run.name,
         "command": command,
         "time": time.time(),
         "host": socket.gethostname(),
         "code": snapshot_code(run),
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **versions, "executable": sys.executable},
         "environment": {name: value for name, value in os.environ.items() if CAPTURED.fullmatch(name)},
         "jobs": [],
     }
@@ -478,12 +480,11 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
     )
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("pithtrain", "torch", "numpy", "pydantic", "submitit", "wandb"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions | {"executable": sys.executable}
+def installed(package: str) -> str | None:
+    """Its version; None where it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def _file_hashes(folder: Path) -> dict[str, str]:

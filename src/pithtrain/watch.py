@@ -31,7 +31,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -101,8 +100,7 @@ class Watch:
         self._asleep_since: float | None = None  # the thread, between two looks
         self._frozen_s, self._thawed = 0.0, 0.0  # how long this process stood still, and when that ended
         self._parent = os.getppid() if parent is None else parent
-        self._installed = False
-        self._log: TextIO | None = None
+        self._log: TextIO | None = None  # there is one where the signals are taken
         self._stop_said = False  # whether the log says that a stop was asked for
         self._comment_due = 0.0
         self._comment_step: int = 0
@@ -117,7 +115,6 @@ class Watch:
     def install(self) -> None:
         """Take the signals that ask to stop, and let those in that a launcher held back until now. A thread that a
         library started before keeps its mask, which is harmless: the kernel picks a thread that lets a signal in."""
-        self._installed = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -134,14 +131,13 @@ class Watch:
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop(signal.Signals(number).name)
 
-    def _take_again(self) -> None:
+    def _take_again(self, log: TextIO) -> None:
         """Install the handlers once more: a library that was loaded since may have taken a signal, in C and unseen."""
         if others := [one.name for one in sorted(STOP_SIGNALS) if signal.getsignal(one) != self._on_signal]:
             print(f"{', '.join(others)}: a library had taken them; they are ours again", flush=True)
         self.install()
-        if self._log is not None:
-            faulthandler.unregister(signal.SIGUSR1)  # registering twice would leave the library's handler in place
-            self.log_to(self._log)
+        faulthandler.unregister(signal.SIGUSR1)  # registering twice would leave the library's handler in place
+        self.log_to(log)
 
     # ---- what the main thread says and asks --------------------------------------------------------------------------
 
@@ -176,8 +172,8 @@ class Watch:
             beat |= {"host": socket.gethostname(), "pid": os.getpid()}
             with contextlib.suppress(OSError):
                 rundir.write_atomic(self.run.heartbeat, json.dumps(beat) + "\n", durable=False)
-        if self._installed and began and phase in ("first_step", "step"):
-            self._take_again()
+        if self._log is not None and began and phase in ("first_step", "step"):
+            self._take_again(self._log)
             if phase == "first_step":
                 names = ", ".join(number.name for number in sorted(STOP_SIGNALS))
                 print(f"signals: {names} save and stop at a step boundary, SIGUSR1 writes all stacks here", flush=True)
@@ -401,7 +397,7 @@ class Watch:
             if time.monotonic() > self._comment_due:
                 self._scontrol.kill()
             return
-        if self.launcher != "slurm" or time.monotonic() < self._comment_due or shutil.which("scontrol") is None:
+        if self.launcher != "slurm" or time.monotonic() < self._comment_due:
             return
         step, row = self._standing.step, rundir.last_line(self.run.metrics)
         if step == self._comment_step:
@@ -412,7 +408,7 @@ class Watch:
         text = f"Comment=pithtrain {token} step={step}{loss} attempt={self.attempt}"
         command = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", text]
         null = subprocess.DEVNULL
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # there may be no scontrol
             self._scontrol = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
