@@ -33,7 +33,7 @@ def use_environment(fails: str = "") -> None:
 
 def pithtrain(fails: str, *arguments: str | Path, env: Mapping[str, str] | None = None) -> None:
     """Run a command of ours, its output passed on; where it fails, that ends the script with its first error."""
-    command = [sys.executable, "-m", "pithtrain.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "pithtrain", *map(str, arguments)]
     done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode != 0:
         print(done.stderr, end="", flush=True)

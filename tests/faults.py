@@ -98,7 +98,7 @@ class Faults:
 
     def step(self) -> int:
         """The last finished step of the attempt that runs, 0 where it has not finished one."""
-        beat = rundir.read_json(self.run.heartbeat) or {}
+        beat = rundir.read_json(self.run.heartbeat)
         return (
             beat.get("step", 0)
             if beat.get("attempt") == self.attempt() and beat.get("phase") in ("step", "save")
@@ -131,7 +131,7 @@ class Faults:
         return attempt + 1 in rows or self.run.done.exists()
 
     def pid(self, rank: int) -> int:
-        return (rundir.read_json(self.run.pid(self.attempt(), rank)) or {})["pid"]
+        return rundir.read_json(self.run.pid(self.attempt(), rank))["pid"]
 
     def strike(self, kind: str, rank: int) -> None:
         if kind == "signal":
@@ -208,7 +208,7 @@ def main() -> None:
 
 
 def campaign(options: argparse.Namespace, folder: Path, env: dict[str, str], rng: random.Random) -> None:
-    pithtrain = [sys.executable, "-m", "pithtrain.cli"]
+    pithtrain = [sys.executable, "-m", "pithtrain"]
     config = str(folder / "faults.yaml")
     straight = RunDir(options.straight or folder / "straight")
     if options.straight is None:

@@ -429,7 +429,7 @@ def test_forced_routing_is_even_says_so_and_saves_nothing(
         outcomes = pool.run(1, run_job, spec.model_dump(mode="json"), make_run(tmp_path / "stopped").path, stop_after)
         assert outcomes == [Outcome(0, False) if stop_after else Outcome(6, True)]
         if stop_after:
-            assert (rundir.read_json(RunDir(tmp_path / "stopped").requeue) or {})["step"] == 0
+            assert rundir.read_json(RunDir(tmp_path / "stopped").requeue)["step"] == 0
     for name, times in (("asked", 1), ("stopped", 2)):
         folder = tmp_path / name
         rows = lines(folder)

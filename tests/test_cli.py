@@ -25,7 +25,7 @@ COMMANDS = [command.name or command.callback.__name__ for command in app.registe
 
 def pithtrain(*arguments: object, cwd: Path, **env: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "pithtrain.cli", *map(str, arguments)],
+        [sys.executable, "-m", "pithtrain", *map(str, arguments)],
         cwd=cwd,
         env=submit.clean_environment(os.environ) | env,
         stdin=subprocess.DEVNULL,
@@ -201,6 +201,25 @@ def test_status_of_a_failed_run_names_the_cause(tmp_path: Path) -> None:
     text = pithtrain("status", "fake", cwd=tmp_path).stdout
     assert "failed" in text
     assert "rank 0: the shard is torn" in text
+
+
+@pytest.mark.parametrize("command", ["train", "submit --wait"])
+def test_a_reader_that_leaves_does_not_fail_the_run(tmp_path: Path, command: str) -> None:
+    """As `pithtrain train ... | head`: nobody reads the last lines, and the run is done all the same."""
+    run, _ = make_run(tmp_path, FINISHES)
+    code = (
+        "import sys; from pathlib import Path; from pithtrain import cli, rundir\n"
+        "run = rundir.RunDir(Path(sys.argv.pop()))\n"
+        "cli._create = lambda *_: run  # the fake engine's\n"
+        "cli.main()"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    arguments = [*command.split(), str(tmp_path / "fake.yaml"), str(run.path)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rundir.stamp(run.done, 1)["step"] == 4
 
 
 def test_a_call_that_is_wrong_ends_with_code_2(tmp_path: Path) -> None:

@@ -44,19 +44,19 @@ KEYS = [
 def metrics(step: int, **fields: Any) -> Metrics:
     row: dict[str, Any] = dict.fromkeys(KEYS)
     row |= {"step": step, "tokens_seen": 16 * step, "loss": 1.5, "lr": 0.1, "grad_norm": 0.5, "attempt": 1}
-    return Metrics(**(row | {"val_loss": {}} | fields))
+    return Metrics(**(row | fields))
 
 
 def test_the_keys_of_a_line_are_those_of_the_contract_in_order() -> None:
-    row = metrics(1, val_loss={"books": 2.0}).flat()
-    assert list(row) == [*KEYS, "val_loss/books"]
+    row = metrics(1).flat()
+    assert list(row) == KEYS
     assert row["mfu"] is None
-    assert [field.name for field in dataclasses.fields(Metrics)] == [*KEYS, "expert_load", "val_loss"]
+    assert [field.name for field in dataclasses.fields(Metrics)] == [*KEYS, "expert_load"]
 
 
 def test_a_number_that_is_not_finite_is_null_since_json_has_none() -> None:
-    row = metrics(1, loss=float("nan"), grad_norm=float("inf"), val_loss={"books": float("nan")}).flat()
-    assert row["loss"] is row["grad_norm"] is row["val_loss/books"] is None
+    row = metrics(1, loss=float("nan"), grad_norm=float("inf")).flat()
+    assert row["loss"] is row["grad_norm"] is None
 
 
 def test_the_console_line_shows_what_is_known() -> None:
@@ -131,7 +131,7 @@ WRITE = """
     opened = events.Events(run, spec, {attempt})
     opened.rewind({start})
     for step in range({start} + 1, {start} + 4):
-        opened.metrics(metrics(step, val_loss={{"books": 2.0}}))
+        opened.metrics(metrics(step))
     opened.close(**{end})
     print("training went on")
 """
@@ -172,7 +172,6 @@ def test_case_149_offline_wandb_is_one_run_over_all_attempts(tmp_path: Path) -> 
     assert [history["train/step"] for history in seen[0]["history"]] == [1, 2, 3]
     assert [history["train/step"] for history in seen[1]["history"]] == [3, 4, 5]
     assert seen[0]["history"][0]["train/loss"] == 1.5
-    assert seen[0]["history"][0]["val/loss_books"] == 2.0
     assert "train/step" in seen[0]["axes"]
     assert {each["id"] for each in seen} == {identity}
     assert [(each["preempting"], each["exit"]) for each in seen] == [(1, 1), (0, 0)], "it goes on, then it is done"
@@ -227,7 +226,7 @@ def test_wandb_gets_figures_of_layers_and_no_histograms(tmp_path: Path) -> None:
     run, spec = make_run(tmp_path, FINISHES)
     opened = Events(run, spec, 1)
     seen: list[dict[str, Any]] = []
-    opened._wandb._run = SimpleNamespace(log=seen.append, finish=lambda exit_code: None)
+    opened._wandb = SimpleNamespace(log=seen.append, finish=lambda exit_code: None)
     load = {"layer": 1, "max_over_mean": 1.5, "entropy": 0.9, "dead": 2, "counts": [3, 1, 0, 0]}
     opened.metrics(metrics(1, dead_experts=2, expert_load_entropy=0.9, expert_load=[load]))
     opened.metrics(metrics(2, force_load_balance=True))

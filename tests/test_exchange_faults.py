@@ -84,4 +84,4 @@ def test_a_rank_lost_in_an_exchange_ends_all_and_is_named(
         assert re.match(r"rank 1: on \S+ the phase step has lasted .* hangs", line), line
         first = rundir.first_error(run, 1)
         assert first is not None and (first["rank"], first["type"], first["step"]) == (1, "Stalled", 2)
-        assert (rundir.read_json(run.error(1, 0)) or {})["secondary"]
+        assert rundir.read_json(run.error(1, 0))["secondary"]

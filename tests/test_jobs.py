@@ -164,7 +164,7 @@ def test_cancel_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "row").write_text(queue_row("7", "PENDING") + "\n")
     assert "was waiting in the queue" in jobs.cancel(run)
     assert "scancel 7" in fake_slurm.called(tmp_path)
-    assert (rundir.read_json(run.stop) or {})["attempt"] == 1  # so that it is known to be cancelled, not lost
+    assert rundir.read_json(run.stop)["attempt"] == 1  # so that it is known to be cancelled, not lost
     (tmp_path / "row").write_text(queue_row("7", "RUNNING") + "\n")
     assert "saves at its next step" in jobs.cancel(run)
     assert "scancel --signal=USR2 7" in fake_slurm.called(tmp_path)
@@ -180,7 +180,7 @@ def test_a_second_cancel_keeps_what_the_first_one_saved(tmp_path: Path, monkeypa
     fake_slurm.install(tmp_path, monkeypatch, squeue=f'printf "{queue_row("7", "RUNNING")}\\n"')
     rundir.mark(run.stop, 1, step=31)
     assert jobs.cancel(run) == "fake has saved step 31 and is ending"
-    assert (rundir.read_json(run.stop) or {})["step"] == 31
+    assert rundir.read_json(run.stop)["step"] == 31
 
 
 def test_cancel_reaches_a_run_through_its_marker_where_slurm_does_not_answer(
@@ -193,7 +193,7 @@ def test_cancel_reaches_a_run_through_its_marker_where_slurm_does_not_answer(
         jobs.cancel(run)
     rundir.record_attempt(run, 1, start=1.0, end=None)
     assert "was asked by its marker" in jobs.cancel(run)
-    assert (rundir.read_json(run.stop) or {})["attempt"] == 1
+    assert rundir.read_json(run.stop)["attempt"] == 1
 
 
 def test_a_number_that_came_again_is_not_our_job(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_save_and_stacks_ask_a_running_run_alone(tmp_path: Path, monkeypatch: py
     jobs.dump_stacks(run)
     jobs.ask_to_save(run)
     assert "scancel --signal=USR1 7" in fake_slurm.called(tmp_path)
-    assert (rundir.read_json(run.save) or {})["attempt"] == 1
+    assert rundir.read_json(run.save)["attempt"] == 1
 
 
 def test_nothing_is_promised_of_a_run_with_forced_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,4 +379,4 @@ def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert planted.encode() not in path.read_bytes(), path
         assert not path.stat().st_mode & 0o002, path
     assert os.environ["WANDB_API_KEY"] == planted
-    assert (rundir.read_json(run.submit_json) or {})["environment"]["NCCL_DEBUG"] == "WARN"
+    assert rundir.read_json(run.submit_json)["environment"]["NCCL_DEBUG"] == "WARN"

@@ -113,7 +113,7 @@ class Service:
     def pithtrain(self, *arguments: object, code: int = 0, **env: str) -> str:
         """A command of ours; its whole output, after its exit code was seen to be `code`."""
         done = subprocess.run(
-            [sys.executable, "-m", "pithtrain.cli", *map(str, arguments)],
+            [sys.executable, "-m", "pithtrain", *map(str, arguments)],
             cwd=self.folder,
             env=self.env | env,
             stdout=subprocess.PIPE,
@@ -340,7 +340,7 @@ def test_matrix_04_preempted_with_sigterm(service: Service, straight: RunDir) ->
 def test_matrix_05_a_killed_rank(service: Service, straight: RunDir) -> None:
     run = service.submit()
     service.until_step(run, AT)
-    os.kill((rundir.read_json(run.pid(1, 2)) or {})["pid"], signal.SIGKILL)
+    os.kill(rundir.read_json(run.pid(1, 2))["pid"], signal.SIGKILL)
     service.until_done(run)
     same(run, straight)
     assert ends(run) == [("failed", True), ("done", False)]
@@ -553,7 +553,7 @@ def test_matrix_13_slurmctld_away(service: Service, straight: RunDir) -> None:
     service.until_step(run, AT)
     kill_daemon(service, "slurmctld")
     asking = subprocess.Popen(
-        [sys.executable, "-m", "pithtrain.cli", "status", str(run.path), "--json"],
+        [sys.executable, "-m", "pithtrain", "status", str(run.path), "--json"],
         env=service.env,
         stdout=subprocess.PIPE,
         text=True,
@@ -629,7 +629,7 @@ def test_matrix_17_scancel_without_accounting(service: Service) -> None:
     """`submit --wait` ends too: nothing waits for a result that a cancelled job never leaves."""
     spec = service.spec(setup=[service.engine(WAITS_FOR_STOP)])
     waiting = subprocess.Popen(
-        [sys.executable, "-m", "pithtrain.cli", "submit", str(spec), "--wait"],
+        [sys.executable, "-m", "pithtrain", "submit", str(spec), "--wait"],
         env=service.env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -756,7 +756,7 @@ def test_matrix_21_from_inside_another_job(service: Service) -> None:
     setup = [service.engine(DUMPS)]
     clean = service.submit(None, name="clean", setup=setup)
     service.until_done(clean)
-    submit = f"{sys.executable} -m pithtrain.cli submit {service.spec('inside', setup=setup)}"
+    submit = f"{sys.executable} -m pithtrain submit {service.spec('inside', setup=setup)}"
     outer = "RANK=5 WORLD_SIZE=9 LOCAL_RANK=5 MASTER_ADDR=nowhere MASTER_PORT=1 SBATCH_PARTITION=high"
     service.ask(f"srun --ntasks=1 --cpus-per-task=2 --mem=100 --gpus=1 env {outer} {submit}")
     inside = RunDir(service.folder / "runs" / "inside")
@@ -768,7 +768,7 @@ def test_matrix_21_from_inside_another_job(service: Service) -> None:
         return text.replace(str(run.path), "RUN").replace(f"--job-name={run.name}", "--job-name=NAME")
 
     def environment(run: RunDir, rank: int) -> dict[str, str]:
-        seen = rundir.read_json(run.path / f"environ-{rank}.json") or {}
+        seen = rundir.read_json(run.path / f"environ-{rank}.json")
         kept = {name for name in seen if OF_A_LAUNCHER.fullmatch(name) and not OF_ONE_JOB.fullmatch(name)}
         return {name: seen[name].replace(str(run.path), "RUN") for name in kept}
 

@@ -539,8 +539,8 @@ def test_facts_ask_for_no_more_than_the_spec_names(fakes: Fakes, tmp_path: Path)
     assert [node.name for node in plain.nodes] == ["n0", "n1"] and len(plain.partitions) == 2
     assert fakes.calls == ["scontrol --all --oneliner show partition", "scontrol --all --oneliner show node"]
     named = "slurm.account=lab", "slurm.additional_parameters={dependency: 'afterok:10'}"
-    for facts in (slurm.cluster_facts(), slurm.cluster_facts(spec(tmp_path, *named))):
-        assert (facts.accounts, facts.qos, facts.jobs) == ({"lab"}, {"normal"}, {"12", "10", "7"})
+    facts = slurm.cluster_facts(spec(tmp_path, *named))
+    assert (facts.accounts, facts.qos, facts.jobs) == ({"lab"}, {"normal"}, {"12", "10", "7"})
     fakes.add("sacctmgr", does='echo "You are not running a supported accounting_storage plugin" >&2; exit 1')
     assert slurm.cluster_facts(spec(tmp_path, *named)).accounts == frozenset()
 
@@ -638,7 +638,7 @@ def test_jobs_of_a_real_slurm() -> None:
 @pytest.mark.usefixtures("real")
 def test_what_a_real_slurm_says_of_a_spec(tmp_path: Path) -> None:
     """Its partitions and nodes, its estimate, its refusal; a drained node makes a refusal a wait."""
-    facts = slurm.cluster_facts()
+    facts = slurm.cluster_facts(spec(tmp_path))
     assert {one.name: one.default for one in facts.partitions} == {"train": True, "high": False}
     assert [(node.name, node.num_gpus, node.up) for node in facts.nodes] == [("n0", 4, True), ("n1", 4, True)]
     both = spec(tmp_path, "slurm.nodes=2")

@@ -335,7 +335,7 @@ def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -
     assert jobs.state(run).word == "running"
     assert jobs.cancel(run) == "fake saves at its next step and stops"
     assert jobs.wait(run).word == "stopped"
-    assert (rundir.read_json(run.stop) or {})["step"] == 1
+    assert rundir.read_json(run.stop)["step"] == 1
     assert jobs.cancel(run) == "fake does not run: it is stopped"
 
     first_log = run.log(1, 0).read_text()
@@ -369,7 +369,6 @@ def test_case_018_the_time_limit_of_a_local_run_is_a_request_to_stop(tmp_path: P
     submit.submit(run, spec, "local")
     assert jobs.wait(run).word == "stopped"
     marker = rundir.read_json(run.requeue)
-    assert marker is not None
     assert (marker["reason"], marker["step"]) == ("SIGUSR2", 1)
 
 
@@ -520,7 +519,7 @@ def test_case_015_two_runs_at_the_same_moment_are_separate_worlds(tmp_path: Path
         names = [f"left-{turn}", f"right-{turn}"]
         tasks = [
             subprocess.Popen(
-                [sys.executable, "-m", "pithtrain.cli", "train", str(spec_file(tmp_path, name))],
+                [sys.executable, "-m", "pithtrain", "train", str(spec_file(tmp_path, name))],
                 env=submit.clean_environment(os.environ),
                 stdout=subprocess.DEVNULL,
             )

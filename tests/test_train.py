@@ -167,7 +167,6 @@ def test_case_159_a_stop_while_it_starts_is_heard_at_the_next_boundary(
     outcomes = pool.run(2, stop_job, spec.model_dump(mode="json"), make_run(tmp_path).path, phase)
     assert outcomes == [Outcome(at, finished=False)] * 2
     marker = rundir.read_json(RunDir(tmp_path).requeue)
-    assert marker is not None
     assert (marker["step"], marker["reason"]) == (at, "SIGUSR2")
     assert len(lines(tmp_path)) == at
     assert len(list(RunDir(tmp_path).checkpoints.glob("step-*"))) == (at > 0)

@@ -26,7 +26,7 @@ SHORT = ["distributed.step_timeout_s=2"]
 
 def error(run: RunDir, rank: int) -> dict[str, object]:
     found = rundir.read_json(run.error(1, rank))
-    assert found is not None, f"rank {rank} wrote no error"
+    assert found, f"rank {rank} wrote no error"
     return found
 
 
@@ -233,7 +233,7 @@ def run(spec, run_dir, place, watch):
     tasks[0].send_signal(signal.SIGTERM)
     tasks[1].send_signal(signal.SIGUSR2)
     assert [end[0] for end in ends(tasks)] == [0, 0]
-    assert (rundir.read_json(run.requeue) or {})["reason"] == "SIGTERM"
+    assert rundir.read_json(run.requeue)["reason"] == "SIGTERM"
 
 
 def test_signals_that_come_before_there_is_a_handler_are_heard(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def run(spec, run_dir, place, watch):
     assert f"blocked {zero} {zero} {zero}" in log
     assert f"umask 0o22 path {run.code} arguments ['{run.path}']" in log
     assert "most recent call first" in log, "SIGUSR1 waited for the log"
-    assert (rundir.read_json(run.requeue) or {})["step"] == 1
+    assert rundir.read_json(run.requeue)["step"] == 1
 
 
 # ---- markers, heartbeat, comment -------------------------------------------------------------------------------------
@@ -308,12 +308,12 @@ def test_a_save_marker_of_this_attempt_is_heard_once_and_vanishes(tmp_path: Path
     rundir.mark(run.save, 1)
     time.sleep(0.6)  # three looks
     assert "saving" not in run.log(2, 0).read_text()
-    beat = rundir.read_json(run.heartbeat) or {}
+    beat = rundir.read_json(run.heartbeat)
     assert (beat["phase"], beat["step"], beat["attempt"], beat["pid"]) == ("step", 5, 2, task.pid)
     assert abs(beat["time"] - time.time()) < 30
     rundir.mark(run.save, 2)
     wait_for(lambda: not run.save.exists())
-    wait_for(lambda: (rundir.read_json(run.heartbeat) or {})["phase"] == "save")
+    wait_for(lambda: rundir.read_json(run.heartbeat)["phase"] == "save")
     task.send_signal(signal.SIGTERM)
     assert ends([task])[0][0] == 0
     assert run.log(2, 0).read_text().count("saving") == 1
@@ -343,7 +343,7 @@ def run(spec, run_dir, place, watch):
             scontrol.chmod(0o755)
         env = {name: value for name, value in slurm.items() if value}
         (task,) = start_slurm_worker(run, attempt, env | {"PATH": paths})
-        wait_for(lambda: (rundir.read_json(run.heartbeat) or {}).get("step") == 3)
+        wait_for(lambda: rundir.read_json(run.heartbeat).get("step") == 3)
         if script is not None:
             wait_for(said.exists)
         time.sleep(0.6)  # three looks
@@ -424,7 +424,7 @@ def test_case_158_a_signal_to_rank_1_stops_all_at_one_step(tmp_path: Path, devic
     wait_for(lambda: len(steps(run)) > asked)
     zero.send_signal(signal.SIGUSR2)
     assert [end[0] for end in ends([zero, one])] == [0, 0]
-    stopped = (rundir.read_json(run.requeue) or {})["step"]
+    stopped = rundir.read_json(run.requeue)["step"]
     assert steps(run) == list(range(1, stopped + 1))
     assert catalog.read(catalog.folder(run.checkpoints, stopped))["step"] == stopped
     assert kinds(run) == ["preflight", "started", "transport", "weight_decay", "saved", "saved", "preempted"]
@@ -567,7 +567,7 @@ World.from_rank_zero = _dies
     resumed = [row["step"] for row in rundir.read_lines(run.events) if row["event"] == "resumed"]
     assert resumed == [2]
     assert steps(run) == [1, 2, 3, 4, 5, 6]
-    assert (rundir.read_json(run.done) or {})["step"] == 6
+    assert rundir.read_json(run.done)["step"] == 6
 
 
 def test_a_finished_run_says_so_before_it_uploads(tmp_path: Path) -> None:
@@ -575,7 +575,7 @@ def test_a_finished_run_says_so_before_it_uploads(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, FINISHES, ranks=1)
     one = watch.Watch(run, 1, 0)
     one.ended(4, finished=True)
-    assert (rundir.read_json(run.done) or {})["step"] == 4
+    assert rundir.read_json(run.done)["step"] == 4
     assert json.loads(run.attempts.read_text())["ended"] == "done"
 
 

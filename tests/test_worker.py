@@ -132,7 +132,7 @@ def test_a_run_that_finishes(tmp_path: Path) -> None:
     assert other_out == err == ""
     assert "hello from Place(rank=1" in run.log(1, 1).read_text()
     assert run.log(1, 0).read_text() == out
-    assert rundir.read_json(run.done) is not None
+    assert rundir.read_json(run.done)
     assert run.attempt_spec(1).read_text() == run.spec_yaml.read_text()
     (attempt,) = rundir.read_lines(run.attempts)
     assert (attempt["ended"], attempt["first_step"], attempt["last_step"], attempt["launcher"]) == (
@@ -226,7 +226,6 @@ def test_a_signal_sets_the_flag_and_the_marker_says_where_it_stopped(tmp_path: P
         task.send_signal(number)
     assert [end[0] for end in ends(tasks)] == [0, 0]
     marker = rundir.read_json(run.requeue)
-    assert marker is not None
     assert (marker["step"], marker["reason"], marker["attempt"]) == (1, number.name, 1)
     assert rundir.read_lines(run.attempts)[-1]["ended"] == "stopped"
 
@@ -241,7 +240,7 @@ def test_a_stop_marker_of_this_attempt_stops_and_a_stale_one_does_not(tmp_path: 
     assert tasks[0].poll() is None
     rundir.mark(run.stop, 2)
     assert ends(tasks)[0][0] == 0
-    assert (rundir.read_json(run.stop) or {})["step"] == 1
+    assert rundir.read_json(run.stop)["step"] == 1
     assert not run.requeue.exists()
 
 
@@ -266,7 +265,7 @@ def test_case_160_ranks_whose_launcher_was_killed_save_and_end(tmp_path: Path) -
     launcher.wait()
     wait_for(run.requeue.exists)
     wait_for(lambda: rundir.read_lines(run.attempts)[-1]["ended"] == "stopped")
-    assert (rundir.read_json(run.requeue) or {})["reason"] == "the launcher died"
+    assert rundir.read_json(run.requeue)["reason"] == "the launcher died"
 
 
 def test_what_c_writes_is_in_the_log_and_a_closed_console_ends_nothing(tmp_path: Path) -> None:

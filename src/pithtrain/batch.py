@@ -26,7 +26,6 @@ end (`--dependency=singleton`). This module needs no torch: it costs 0.2 s of a 
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -45,6 +44,7 @@ from pithtrain.errors import PithtrainError, SlurmError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 from pithtrain.watch import node_name
+from pithtrain.worker import attempt_of
 
 CLOCK_SKEW_S = 60.0  # a task may start this long after it was asked for; no clock may be further off
 DEVICE_TIMEOUT_S = 30  # nvidia-smi answers in one or two; with a GPU that fell off the bus, never
@@ -61,7 +61,7 @@ MAX_IDLE = 5  # attempts in a row that gained no step: preemptions may come that
 def before(run: RunDir) -> int:
     """Make the job known, see to what the last attempt left, look at each node. Returns 0 where training may start.
     Whatever else it returns, `after` is asked next, which ends the job at once where there is NOTHING_TO_DO."""
-    attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
+    attempt, job_id = attempt_of(os.environ), os.environ["SLURM_JOB_ID"]
     print(jobs.header(attempt), file=sys.stderr, flush=True)
     rundir.require_own(run)
     refuse_stray(run, attempt, job_id)
@@ -77,7 +77,7 @@ def before(run: RunDir) -> int:
         # not we: a node was lost, with the batch script or under it
         why = "its job was killed: the node was lost, or Slurm took it back before it could save"
         fields = {"ended": last.get("ended") or "killed", "why": why, "requeued": True, "reached": jobs.reached(run)}
-        rundir.record_attempt(run, last["attempt"], **fields, **rundir.attempt_steps(run, last["attempt"]))
+        rundir.record_end(run, last["attempt"], **fields)
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     rundir.point_latest(run, attempt)
     run.errors(attempt).mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def before(run: RunDir) -> int:
     rundir.record_attempt(run, attempt, launcher="slurm", job_id=job_id, nodes=nodes, start=time.time(), end=None)
     if idle_attempts(run, attempt) >= MAX_IDLE:
         return 1
-    need = int((rundir.read_json(run.plan_json) or {}).get("checkpoint_bytes", 0))
+    need = int(rundir.read_json(run.plan_json).get("checkpoint_bytes", 0))
     free = shutil.disk_usage(run.path).free
     if free < need:
         room = f"{free / 2**20:,.0f} MiB left, and one checkpoint takes {need / 2**20:,.0f}"
@@ -153,7 +153,7 @@ def node(run: RunDir, asked_at: float) -> int:
         return 0
     message = f"node {host}: {'; '.join(problems)} (without it:  pithtrain resume {run.path} --exclude {host})"
     with contextlib.suppress(OSError):  # it may be just the folder that cannot be written
-        write_error(run, attempt_here(), host, message, retry=False)
+        write_error(run, attempt_of(os.environ), host, message, retry=False)
     print(f"srun: error: {message}", file=sys.stderr, flush=True)
     return 1
 
@@ -162,7 +162,7 @@ def write_error(run: RunDir, attempt: int, host: str, message: str, retry: bool)
     """An error file of a node, before there are ranks."""
     report = {"time": time.time(), "rank": None, "host": host, "type": "Preflight", "message": message}
     report |= {"secondary": False, "retry": retry, "exit_code": 1, "traceback": ""}
-    rundir.write_last_words(run, run.errors(attempt) / f"node-{host}.json", json.dumps(report, indent=2) + "\n")
+    rundir.record_error(run, attempt, f"node-{host}", report)
 
 
 def node_problems(run: RunDir, spec: RunSpec) -> list[str]:
@@ -262,9 +262,8 @@ def decide(facts: Facts) -> Verdict:
         return Verdict("leave", ended, f"{facts.ending}; {state}", code)
     if facts.idle >= MAX_IDLE:
         last = facts.ending or (f"stopped by {facts.reason}" if saved else facts.cause)
-        return Verdict(
-            "leave", "failed", f"{facts.idle} attempts in a row gained no step; the last: {last}", code, True
-        )
+        why = f"{facts.idle} attempts in a row gained no step; the last: {last}"
+        return Verdict("leave", "failed", why, code, crash=True)
     if facts.ending is not None:
         action = "restarts" if facts.slurm_requeues else "successor"
         return Verdict(action, ended, f"{facts.ending}; {state}; restarts", code)
@@ -288,7 +287,7 @@ def after(run: RunDir, exit_code: int) -> int:
     """Decide, write it down, act. Returns the exit code of the batch script; a requeued job does not return."""
     if exit_code == NOTHING_TO_DO:
         return 0
-    attempt, job_id = attempt_here(), os.environ["SLURM_JOB_ID"]
+    attempt, job_id = attempt_of(os.environ), os.environ["SLURM_JOB_ID"]
     try:
         facts = gather(run, attempt, job_id, exit_code)
     except Exception:  # whatever is damaged: a saved run goes on
@@ -304,7 +303,7 @@ def after(run: RunDir, exit_code: int) -> int:
     row = {"end": time.time(), "ended": verdict.ended, "why": verdict.why, "exit_code": verdict.exit_code}
     row |= {"reached": facts.reached, "crash": verdict.crash, "requeued": verdict.action != "leave"}
     with contextlib.suppress(OSError):  # a full disk: the exit code and the log still tell
-        rundir.record_attempt(run, attempt, **row, **rundir.attempt_steps(run, attempt))
+        rundir.record_end(run, attempt, **row)
     print(f"attempt {attempt}: {verdict.why}", flush=True)
     if verdict.action in ("leave", "restarts"):
         return verdict.exit_code
@@ -434,11 +433,6 @@ def job_entry(run: RunDir, job_id: str) -> dict[str, Any]:
     """What submit.json says of a job."""
     found = [job for job in rundir.jobs(run) if job.get("job_id") == job_id]
     return found[-1] if found else {}
-
-
-def attempt_here() -> int:
-    """The attempt that this process belongs to: its job's first, and one more for each requeue."""
-    return int(os.environ["PITHTRAIN_ATTEMPT"]) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
 def main(arguments: list[str]) -> int:

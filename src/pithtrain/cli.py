@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -141,7 +141,7 @@ def submit(
     notes = starting.check(spec, by, force)
     run = _create(spec)
     job = _start(run, spec, by)
-    print(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
+    _say(json.dumps({"path": str(run.path), **job}) if as_json else show.submitted(run, spec, job, notes))
     if wait:
         _wait(run)
 
@@ -183,7 +183,7 @@ def resume(
     if rundir.last_job(found).get("launcher") == "train":
         _require_alone()
         with rundir.locked(found):  # until it says that it runs: another `resume` waits, and is refused
-            print("\n".join(starting.prepare_resume(found, changes, "local", force)))
+            _say("\n".join(starting.prepare_resume(found, changes, "local", force)))
             attempt = starting.claim_here(found)
         _foreground(found, attempt)
         return
@@ -248,7 +248,7 @@ def _require_alone() -> None:
 
 def _foreground(run: RunDir, attempt: int | None = None) -> None:
     starting.foreground(run, load(run.spec_yaml), attempt)
-    print(f"done: {run.path}")
+    _say(f"done: {run.path}")
 
 
 def _load(config: Path, overrides: list[str] | None, name: str | None) -> RunSpec:
@@ -465,6 +465,14 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
+def _say(text: str) -> None:
+    """A line about a run. Where its reader is gone (`| head`), it and what follows go nowhere: no run fails by that."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _wait(run: RunDir) -> None:
     """Stay until the run has ended, printing about twenty lines of the loss; raise if it did not succeed."""
     max_steps = jobs.state(run).max_steps or 1
@@ -473,7 +481,7 @@ def _wait(run: RunDir) -> None:
     def report(row: dict[str, Any]) -> None:
         if row["step"] % every == 0 or row["step"] in (1, max_steps):
             speed = "" if row["tokens_per_second"] is None else f"  {row['tokens_per_second']:>9,.0f} tokens/s"
-            print(f"step {row['step']:>6}/{max_steps}  loss {row['loss']:.4f}{speed}", flush=True)
+            _say(f"step {row['step']:>6}/{max_steps}  loss {row['loss']:.4f}{speed}")
 
     try:
         ended = jobs.wait(run, report)
@@ -501,8 +509,8 @@ def doctor(
 
     site = None if config is None else load(config).slurm
     checks = checking.check_host(output_dir) if nodes is None else checking.check_nodes(nodes, output_dir, site)
-    print(checking.as_json(checks) if as_json else checking.text(checks))
-    if checking.failed(checks):
+    print(json.dumps([dataclasses.asdict(each) for each in checks]) if as_json else checking.text(checks))
+    if any(check.verdict == "FAIL" for check in checks):
         raise SystemExit(1)
 
 
@@ -531,19 +539,11 @@ def _progress(
 # ---- the door --------------------------------------------------------------------------------------------------------
 
 
-def main() -> NoReturn:
+def main() -> None:
     """The console script: the only place that turns an error into text and an exit code."""
     os.umask(os.umask(0o022) | 0o022)  # what runs is read from the run directory: nobody else writes there
     try:
         app()
-    except StoppedEarly as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.exit_code)
     except PithtrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error if isinstance(error, StoppedEarly) else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -95,8 +95,7 @@ class Shard:
         return json.dumps(fields).encode().ljust(HEADER_BYTES - 1) + b"\n"
 
     def check(self) -> None:
-        """Raises DataError unless the file is there, has the size its counts ask for, its header says the same, and its
-        documents lie behind each other."""
+        """Raises DataError unless the file has its size, its header agrees, and its documents lie behind each other."""
         self.check_size()
         with self.path.open("rb") as file:
             if file.read(HEADER_BYTES) != self.header():
@@ -183,15 +182,13 @@ def _header(vocabulary: Vocabulary, **counts: int) -> dict[str, Any]:
 def write_shard(
     path: Path, vocabulary: Vocabulary, documents: Iterable[Sequence[int]], shard_tokens: int = SHARD_TOKENS
 ) -> Shard:
-    """Writes documents, each with its EOS, until the shard has `shard_tokens` or there are no more; the header last.
-    Raises DataError for an id outside the vocabulary: nothing is cut to fit."""
+    """Writes documents, each with its EOS, until the shard has `shard_tokens` or there are no more; the header last."""
     size, offsets = vocabulary.vocab_size, array("Q", [0])
     with path.open("xb") as file:
         file.seek(HEADER_BYTES)
         for document in documents:
             ids = np.asarray(document, np.int64)
-            bad = ids[(ids < 0) | (ids >= size)]
-            if len(bad):
+            if len(bad := ids[(ids < 0) | (ids >= size)]):
                 raise DataError(f"{path}: id {bad[0]:,} does not fit a vocabulary of {size:,} ids")
             file.write(ids.astype(f"<u{vocabulary.token_bytes}").tobytes())
             offsets.append(offsets[-1] + len(ids))
@@ -234,17 +231,16 @@ def tokenize(
     eos: str = EOS,
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
-    progress: Callable[[int, int, int], None] | None = None,
+    progress: Callable[[int, int, int], None] = lambda done, size, tokens: None,
 ) -> Report:
     """Makes the corpus `output` from files and directories of text.
 
     A plain text file is one document. `.jsonl`, `.jsonl.gz` and `.jsonl.zst` hold one a line, its text under
     `text_key`. A directory stands for the files below it with a known suffix, sorted by path, hidden ones left out.
-    Documents of whitespace alone are skipped and counted. `eos` is the token that ends each document; `shard_tokens`
-    the size at which a new shard begins. `progress` is told bytes read, bytes in all and tokens written.
+    `progress` is told bytes read, bytes in all and tokens written.
 
     Raises DataError, naming file and line, and leaves nothing behind, when an input is missing, cut short or not what
-    it should be, when `eos` is not in the tokenizer, or when `output` exists and `overwrite` is not set.
+    it should be, and as `write_corpus` does.
     """
     files = list(_expand(inputs))
     starts = [0, *itertools.accumulate(file.stat().st_size for file in files)]  # the last: bytes in all
@@ -258,8 +254,7 @@ def tokenize(
                 yield text
 
     def report(tokens: int) -> None:
-        if progress:
-            progress(read, starts[-1], tokens)
+        progress(read, starts[-1], tokens)
 
     return write_corpus(documents(), output, tokenizer, eos, shard_tokens, overwrite, report)
 
@@ -273,7 +268,9 @@ def write_corpus(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Report:
-    """Makes the corpus `output` from texts; see `tokenize`. `progress` is told the tokens after each batch of them."""
+    """Makes the corpus `output` from texts; those of whitespace alone are skipped and counted. `eos` ends each
+    document; a new shard begins after `shard_tokens`. `progress` is told the tokens after each batch of them. Raises
+    DataError when `eos` is not in the tokenizer, or when `output` exists and `overwrite` is not set."""
     encoder, vocabulary = load_tokenizer(tokenizer, eos)
     seen = written = 0
 
@@ -308,8 +305,7 @@ def write_corpus(
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
+    batch, characters = list[str](), 0
     for text in documents:
         batch.append(text)
         characters += len(text) + 1

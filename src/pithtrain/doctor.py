@@ -40,9 +40,10 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pithtrain import slurm, worker
+from pithtrain import catalog, rundir, slurm, worker
 from pithtrain.errors import SlurmError
 from pithtrain.spec import SlurmSection
+from pithtrain.watch import usable_cores
 
 LEAST_STOP_S = 30  # to finish a step and save
 SKEW_S = 2.0  # between clocks: which error came first is told by them
@@ -73,10 +74,6 @@ class Check:
     mend: str = ""
 
 
-def _judge(name: str, well: bool, found: str, mend: str, bad: Literal["WARN", "FAIL"] = "WARN") -> Check:
-    return Check(name, "OK", found) if well else Check(name, bad, found, mend)
-
-
 def check_host(output_dir: Path) -> list[Check]:
     """This machine, and what the configuration of its Slurm means for a run."""
     return [*_machine(output_dir), *_slurm()]
@@ -84,8 +81,8 @@ def check_host(output_dir: Path) -> list[Check]:
 
 def check_nodes(nodes: int, output_dir: Path, site: SlurmSection | None = None) -> list[Check]:
     """Each of `nodes` nodes, and the collectives between them, in one job that takes them whole where they have GPUs.
-    `site`: a run's slurm section, of which the job gets what says where and how (partition, account, env, setup,
-    srun_args); without one, what any srun reads: SLURM_PARTITION, SLURM_ACCOUNT, ... Ends within QUEUE_S + NODES_S."""
+    `site`: a run's slurm section, for where and how; without one srun reads SLURM_PARTITION, SLURM_ACCOUNT, ... Ends
+    within QUEUE_S + NODES_S."""
     site = site or SlurmSection()
     if not slurm.configured():
         return [Check("nodes", "FAIL", "there is no Slurm on this machine", "run it where `sinfo` answers")]
@@ -99,8 +96,8 @@ def check_nodes(nodes: int, output_dir: Path, site: SlurmSection | None = None) 
     if site.setup:
         command += ["bash", "-c", "\n".join([*site.setup, 'exec "$@"']), "doctor"]
     command += [sys.executable, "-m", "pithtrain.doctor", "node", str(output_dir.absolute())]
-    run = functools.partial(subprocess.run, input="", capture_output=True, text=True, errors="replace")
-    done = run(command, env=os.environ | site.env)
+    env = os.environ | site.env
+    done = subprocess.run(command, env=env, input="", capture_output=True, text=True, errors="replace")
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"doctor":')]
     listed = next((report["nodes"] for report in reports if "nodes" in report), "")
     return judge_nodes(reports, slurm.hostnames(listed), done.stderr)
@@ -117,13 +114,8 @@ def text(checks: Sequence[Check]) -> str:
     return "\n".join([*lines, ", ".join(f"{verdicts.count(each)} {each}" for each in ("OK", "WARN", "FAIL"))])
 
 
-def as_json(checks: Sequence[Check]) -> str:
-    """A list of objects with the fields of `Check`."""
-    return json.dumps([dataclasses.asdict(check) for check in checks])
-
-
-def failed(checks: Sequence[Check]) -> bool:
-    return any(check.verdict == "FAIL" for check in checks)
+def _judge(name: str, well: bool, found: str, mend: str, bad: Literal["WARN", "FAIL"] = "WARN") -> Check:
+    return Check(name, "OK", found) if well else Check(name, bad, found, mend)
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
@@ -131,12 +123,11 @@ def failed(checks: Sequence[Check]) -> bool:
 
 def _machine(output_dir: Path) -> Iterator[Check]:
     """What is asked on a login node and on each compute node."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    yield Check("host", "OK", f"{cores} cores, {memory:.0f} GiB of memory")
+    yield Check("host", "OK", f"{usable_cores()} cores, {memory:.0f} GiB of memory")
     yield Check("python", "OK", f"{sys.version.split()[0]}, {sys.executable}")
-    known = _installed("pithtrain") is not None  # else the code comes from PYTHONPATH alone
-    yield judge_packages((known and importlib.metadata.requires("pithtrain")) or [], _installed)
+    known = rundir.installed("pithtrain") is not None  # else the code comes from PYTHONPATH alone
+    yield judge_packages((known and importlib.metadata.requires("pithtrain")) or [], rundir.installed)
     yield from _torch()
     yield collective()
     if (shm := Path("/dev/shm")).exists():
@@ -149,23 +140,10 @@ def _machine(output_dir: Path) -> Iterator[Check]:
     os.umask(mask)
     mend = "umask 022 in your shell's profile: others may write to the files that you make"
     yield _judge("umask", mask & 0o022 == 0o022, f"{mask:04o}", mend)
-    git = _answer("git", "--version")
+    git = rundir.answer("git", "--version")
     mend = "install git: without it a run's commit is not recorded"
-    yield _judge("git", git is not None, (git or "not found").removeprefix("git version "), mend)
+    yield _judge("git", git is not None, (git or "not found").removeprefix("git version ").strip(), mend)
     yield Check("wandb", "OK", login(os.environ, Path.home()))
-
-
-def _answer(*command: str) -> str | None:
-    """A command's stripped output; None where it is missing, fails or hangs, as nvidia-smi with a GPU off the bus."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, input="", stderr=subprocess.DEVNULL, text=True, timeout=30).strip()
-    return None
-
-
-def _installed(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def judge_packages(requirements: Sequence[str], version_of: Callable[[str], str | None]) -> Check:
@@ -203,11 +181,11 @@ def _torch() -> Iterator[Check]:
                 trouble.append(f"GPU {index}: computes wrongly")
         except Exception as error:
             trouble.append(f"GPU {index}: {str(error).splitlines()[0]}")
-    listed = _answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    listed = rundir.answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     yield judge_devices(listed, seen, built_for, os.environ.get("SLURM_GPUS_ON_NODE"), trouble)
     if seen > 1:
         yield transport(seen)
-    versions = {"nccl": None, "cudnn": torch.backends.cudnn.version(), "triton": _installed("triton")}
+    versions = {"nccl": None, "cudnn": torch.backends.cudnn.version(), "triton": rundir.installed("triton")}
     with contextlib.suppress(Exception):  # a build for CPUs alone has none
         from torch.cuda import nccl
 
@@ -275,10 +253,11 @@ def collective() -> Check:
 
 def judge_collective(backend: str, codes: Sequence[int], said: Sequence[str]) -> Check:
     """`said`: what each process printed; its last line is a measurement, or why there is none."""
-    who = f"{'NCCL over {} GPUs' if backend == 'nccl' else 'gloo over {} processes'}".format(len(codes))
-    mend = "ip link set lo up: the loopback interface may be down"
     if backend == "nccl":
+        who = f"NCCL over {len(codes)} GPUs"
         mend = "`nvidia-smi topo -m` shows the links; NCCL_P2P_DISABLE=1 pithtrain doctor goes round direct access"
+    else:
+        who, mend = f"gloo over {len(codes)} processes", "ip link set lo up: the loopback interface may be down"
     if any(codes):
         first = max(range(len(codes)), key=lambda rank: codes[rank])  # who was killed here waited for another
         last = (said[first].splitlines() or [f"no answer within {COLLECTIVE_S} s"])[-1]
@@ -331,14 +310,8 @@ def _probe(probe: Path) -> Iterator[Check]:
     """Write, flush, rename over an older file, flush the folder: what makes a marker and a checkpoint whole."""
     began = time.monotonic()
     (probe / "whole").touch()
-    with (probe / "aside").open("wb") as file:
-        file.write(b"n" * 2**20)
-        file.flush()
-        os.fsync(file.fileno())
-    (probe / "aside").replace(probe / "whole")
-    handle = os.open(probe, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    rundir.write_atomic(probe / "whole", "n" * 2**20)
+    catalog.sync(probe)
     took = time.monotonic() - began  # milliseconds on a disk, tens of them on a file server
     yield _judge("writing", took < 1, f"1 MiB flushed and renamed in {took * 1e3:,.0f} ms", ELSEWHERE)
     yield _locks(probe / "lock")
@@ -562,10 +535,8 @@ def judge_nodes(reports: Sequence[Mapping[str, Any]], hosts: Sequence[str], said
         checks += [Check(host, "OK", "; ".join(facts)), *bad]
         if host not in met:
             found = why.get(host, "no answer from the meeting of all nodes")
-            mend = next(
-                (mend for what, mend in MEETING_MENDS.items() if re.search(what, found.lower())), _without(host)
-            )
-            checks.append(Check(f"{host} meeting", "FAIL", found, mend))
+            mends = [mend for what, mend in MEETING_MENDS.items() if re.search(what, found.lower())]
+            checks.append(Check(f"{host} meeting", "FAIL", found, (mends or [_without(host)])[0]))
     links = dict(each["link"] for each in reports if "link" in each)
     return [*checks, *_unlike(about), *(_between(met, links) if len(met) == len(hosts) else ())]
 

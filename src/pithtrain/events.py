@@ -11,8 +11,7 @@ network, a full disk) stops training. The first failure is one warning, and that
 for it is bounded, because the other ranks wait for rank 0.
 
 A resumed run continues the files: `rewind(step)` first cuts the lines beyond the checkpoint, so that no step is there
-twice, and a line that a killed writer left torn. `step` counts from 1: line k has the loss of the batch that made
-update k.
+twice. `step` counts from 1: line k has the loss of the batch that made update k.
 """
 
 import contextlib
@@ -68,14 +67,11 @@ class Metrics:
     force_load_balance: bool | None  # true: no router decided
     attempt: int
     expert_load: list[dict[str, Any]] | None = None  # of each MoE layer, in a line every so often
-    val_loss: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     def flat(self) -> dict[str, Any]:
         """The keys of metrics.jsonl in their order. A number that is not finite is null: JSON has no NaN."""
-        rare = ("expert_load", "val_loss")
-        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in rare}
+        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "expert_load"}
         row |= {} if self.expert_load is None else {"expert_load": self.expert_load}
-        row |= {f"val_loss/{source}": loss for source, loss in self.val_loss.items()}
         infinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         return row | dict.fromkeys(infinite)
 
@@ -102,7 +98,6 @@ def console_line(metrics: Metrics, max_steps: int) -> str:
         ("{:,.0f} tok/s", metrics.tokens_per_second),
         ("{:.3g} TFLOP/s", metrics.tflops_per_device),
         ("{:.1f} GiB", metrics.memory_peak_gib),
-        *((f"val {source} {{:.4f}}", loss) for source, loss in metrics.val_loss.items()),
     ]
     forced = " | forced routing" if metrics.force_load_balance else ""
     return " | ".join(text.format(value) for text, value in parts if value is not None) + forced
@@ -115,13 +110,24 @@ class Events:
         self.run, self.spec, self.attempt = run, spec, attempt
         self._metrics_file = _open_whole(run.metrics)
         self._events_file = _open_whole(run.events)
-        self._wandb = Wandb(run, spec, attempt, warn=self._warn)
+        self._wandb: Any = None  # the one W&B run of all attempts; a failure turns it off
+        if spec.logging.wandb.mode != "disabled":
+            self._wandb = self._bounded(lambda: _open_wandb(run, spec, attempt), WANDB_TIMEOUT_S + 15)
 
     def metrics(self, metrics: Metrics) -> None:
         row = metrics.flat()
         self._write(self._metrics_file, row)
         print(console_line(metrics, self.spec.training.max_steps), flush=True)
-        self._wandb.log(row)
+        if self._wandb is None:
+            return
+        values = {f"train/{key}": value for key, value in row.items() if value is not None and key != "expert_load"}
+        for layer in row.get("expert_load", ()):  # a page of its own; the counts stay in the file
+            for key in ("max_over_mean", "entropy", "dead"):
+                values[f"expert_load/{key}_layer_{layer['layer']:03d}"] = layer[key]
+        try:
+            self._wandb.log(values)
+        except Exception as error:
+            self._without_wandb(str(error))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened: started, saved, resumed, ... ; fields are plain JSON values."""
@@ -150,80 +156,45 @@ class Events:
 
     def close(self, exit_code: int, preempted: bool = False) -> None:
         """`preempted`: the run goes on in another attempt, which W&B should not take for an end."""
-        self._wandb.finish(exit_code, preempted)
+        if (wandb := self._wandb) is not None:
+
+            def finish() -> None:
+                if preempted:
+                    wandb.mark_preempting()
+                wandb.finish(exit_code=exit_code)
+
+            self._bounded(finish, FAILED_TIMEOUT_S if exit_code else WANDB_TIMEOUT_S)
         for file in (self._metrics_file, self._events_file):
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _warn(self, problem: str) -> None:
-        self.event("warning", message=f"W&B: {problem}; training goes on without it")
-
-
-class Wandb:
-    """The one W&B run of all attempts, or nothing: every failure turns it off with one warning. `import wandb` costs
-    about a second, so it happens here, on rank 0, and only when asked for."""
-
-    def __init__(self, run: RunDir, spec: RunSpec, attempt: int, warn: Callable[[str], None]) -> None:
-        self._warn = warn
-        self._run: Any = None
-        mode = spec.logging.wandb.mode
-        if mode != "disabled":
-            self._run = self._bounded(lambda: _open_wandb(run, spec, attempt), WANDB_TIMEOUT_S + 15)
-
-    def log(self, row: dict[str, Any]) -> None:
-        if self._run is None:
-            return
-        values = {
-            f"train/{key}".replace("train/val_loss/", "val/loss_"): value
-            for key, value in row.items()
-            if value is not None and key != "expert_load"
-        }
-        for layer in row.get("expert_load", ()):  # a page of its own; the counts stay in the file
-            for key in ("max_over_mean", "entropy", "dead"):
-                values[f"expert_load/{key}_layer_{layer['layer']:03d}"] = layer[key]
-        try:
-            self._run.log(values)
-        except Exception as error:
-            self._off(str(error))
-
-    def finish(self, exit_code: int, preempted: bool) -> None:
-        if self._run is None:
-            return
-        run = self._run
-
-        def end() -> None:
-            if preempted:
-                run.mark_preempting()
-            run.finish(exit_code=exit_code)
-
-        self._bounded(end, FAILED_TIMEOUT_S if exit_code else WANDB_TIMEOUT_S)
-
     def _bounded(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Run `call` in a thread for at most `timeout_s`: its own time limits do not cover every wait."""
+        """The answer of a call of W&B, None where it fails, in `timeout_s`: its own limits do not cover every wait."""
         answer: list[Any] = []
-        failure: list[str] = [f"no answer within {timeout_s:.0f} s"]
+        failure = f"no answer within {timeout_s:.0f} s"
 
         def run() -> None:
+            nonlocal failure
             try:
                 answer.append(call())
             except BaseException as error:  # it is known to raise SystemExit and KeyboardInterrupt as well
-                failure[0] = str(error).strip() or type(error).__name__
+                failure = str(error).strip() or type(error).__name__
 
         thread = threading.Thread(target=run, name="wandb", daemon=True)
         thread.start()
         thread.join(timeout_s)
         if answer:
             return answer[0]
-        self._off(failure[0])
+        self._without_wandb(failure)
         return None
 
-    def _off(self, problem: str) -> None:
-        self._run = None
-        self._warn(" ".join(problem.split()))
+    def _without_wandb(self, problem: str) -> None:
+        self._wandb = None
+        self.event("warning", message=f"W&B: {' '.join(problem.split())}; training goes on without it")
 
 
 def _open_wandb(run: RunDir, spec: RunSpec, attempt: int) -> Any:
-    import wandb
+    import wandb  # about a second
 
     options = spec.logging.wandb
     if options.mode == "online" and not wandb.login(prompt=False, verify=False, timeout=WANDB_TIMEOUT_S):

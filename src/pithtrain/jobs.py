@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import yaml
 from pithtrain import rundir, slurm
 from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError
 from pithtrain.rundir import RunDir
-from pithtrain.watch import process_start
+from pithtrain.watch import lives, process_start
 
 POLL_S = 0.5
 SLURM_POLL_S = 5.0  # one squeue each: the controller serves everyone
@@ -96,18 +96,18 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
     attempt = max(job.get("attempt", 0) + (known.restarts if known else 0), last.get("attempt", 0))
     if last.get("attempt") != attempt:
         last = {}
-    row, beat = rundir.last_line(run.metrics), rundir.read_json(run.heartbeat) or {}
-    alive, word, why = _alive(run, job, known, last, beat)
+    row, beat = rundir.last_line(run.metrics), rundir.read_json(run.heartbeat)
+    living, spec = _living(run, job, known, last, beat), _read_spec(run)
+    alive = living is not None
     final = rundir.stamp(run.done, attempt) or (last.get("end") and last.get("requeued") is False)
-    if unknown and job.get("launcher") == "slurm" and not final:
-        word, why = "unknown", unknown
-    elif not alive:
-        word, why = _ended(run, job, known, attempt, last)
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in run.checkpoints.glob("step-*"))
-    beat_here = beat if beat.get("attempt") == attempt else {}
-    spec = _read_spec(run)
     if not spec and not alive:
         word, why = "damaged", f"{run.spec_yaml} cannot be read"
+    elif unknown and job.get("launcher") == "slurm" and not final:
+        word, why = "unknown", unknown
+    else:
+        word, why = living or _ended(run, job, known, attempt, last)
+    saved = rundir.numbers(run.checkpoints, r"step-(\d+)") if run.checkpoints.exists() else set[int]()
+    beat_here = beat if beat.get("attempt") == attempt else {}
     return State(
         name=run.name,
         word=word,
@@ -122,7 +122,7 @@ def state(run: RunDir, queue: Queue | None = None, unknown: str = "") -> State:
         nodes=(known.nodes if known else None) or last.get("nodes"),
         step_age_s=time.time() - beat_here["time"] if alive and "time" in beat_here else None,
         time_left_s=known.time_left_s if known and alive else None,
-        checkpoint=max((int(match[1]) for match in names if match), default=None),
+        checkpoint=max(saved, default=None),
         why=why,
         wandb=wandb_address(run, spec["logging"]["wandb"]) if spec else None,
     )
@@ -151,8 +151,7 @@ def wandb_address(run: RunDir, options: Mapping[str, Any]) -> str | None:
 
 def reached(run: RunDir) -> int:
     """The highest finished step that left a trace."""
-    beat = rundir.read_json(run.heartbeat) or {}
-    return max(rundir.last_line(run.metrics).get("step") or 0, beat.get("step") or 0)
+    return max(one.get("step") or 0 for one in (rundir.last_line(run.metrics), rundir.read_json(run.heartbeat)))
 
 
 def _find_job(run: RunDir, job: dict[str, Any], queue: Queue) -> slurm.Job | None:
@@ -171,32 +170,33 @@ def _find_job(run: RunDir, job: dict[str, Any], queue: Queue) -> slurm.Job | Non
     return found
 
 
-def _alive(
+def _living(
     run: RunDir, job: dict[str, Any], known: slurm.Job | None, last: dict[str, Any], beat: dict[str, Any]
-) -> tuple[bool, str, str | None]:
-    """Whether something runs or waits to run, the word for it, and what it waits for."""
+) -> tuple[str, str | None] | None:
+    """The word for a run behind which something runs or waits to run, and what it waits for; None for any other."""
     phase = beat.get("phase", "step").replace("_", " ")
-    running = True, "running", None if phase == "step" else phase
+    running = "running", None if phase == "step" else phase
     # Slurm may be about to turn such an end into a new start: nobody has closed the attempt
     requeues = known is not None and known.state in ("PREEMPTED", "NODE_FAIL") and not last.get("end")
     if known is not None and (known.state not in slurm.ENDED or requeues):
         if known.state == "PENDING":
-            return True, "held" if known.held else "pending", slurm.pending_in_words(known, time.time())
+            return "held" if known.held else "pending", slurm.pending_in_words(known, time.time())
         if known.state in ("RUNNING", "SIGNALING"):
             return running
-        return True, {"COMPLETING": "ending", "CONFIGURING": "starting"}.get(known.state, known.state.lower()), None
+        return {"COMPLETING": "ending", "CONFIGURING": "starting"}.get(known.state, known.state.lower()), None
     if not job or job["launcher"] == "slurm":
         beats = time.time() - beat.get("time", 0) < FRESH_S and beat.get("attempt") == last.get("attempt")
         if job and known is None and beats and not last.get("end"):
-            return True, "running", "its heart beats, and Slurm does not show its job to this user"
-        return False, "", None
-    if last.get("end") and (job["launcher"] == "train" or job["host"] != socket.gethostname()):
-        return False, "", None  # what called a run in the foreground may live on
-    if job["host"] != socket.gethostname():
+            return "running", "its heart beats, and Slurm does not show its job to this user"
+        return None
+    here = job["host"] == socket.gethostname()
+    if last.get("end") and (job["launcher"] == "train" or not here):
+        return None  # what called a run in the foreground may live on
+    if not here:
         age = time.time() - max(beat.get("time", 0), job["time"])
         quiet = f"on {job['host']}, silent for {age:.0f} s: if that host is gone, `resume --force`"
-        return True, "running", quiet if age > SILENT_S else f"on {job['host']}"
-    return running if any(local_pids(run, job)) else (False, "", None)
+        return "running", quiet if age > SILENT_S else f"on {job['host']}"
+    return running if any(local_pids(run, job)) else None
 
 
 def _kept(run: RunDir, marker: dict[str, Any]) -> str:
@@ -247,11 +247,15 @@ def local_pids(run: RunDir, job: Mapping[str, Any]) -> Iterator[int]:
 def rank_pids(run: RunDir, attempt: int) -> Iterator[int]:
     """The ranks of an attempt that live on this host."""
     for path in sorted(run.logs(attempt).glob("rank-*.pid")):
-        mine = rundir.read_json(path) or {}
-        if mine.get("host") == socket.gethostname():
-            began = process_start(mine["pid"])
-            if began is not None and abs(began - mine["start"]) < 1:
-                yield mine["pid"]
+        mine = rundir.read_json(path)
+        if mine.get("host") == socket.gethostname() and lives(mine):
+            yield mine["pid"]
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 # ---- causes ----------------------------------------------------------------------------------------------------------
@@ -273,8 +277,7 @@ SRUN_SAYS = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTI
 def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: Path | None = None) -> Cause:
     """The first cause of a failed attempt. `exit_codes`: of the ranks, negative for a signal, where they are known;
     `step_log`: what srun wrote. An error file that is no other rank's lost connection is the cause. Else a rank died
-    without a word: whoever saw its exit names it, and failing that it is the one that wrote no error while the others
-    did."""
+    without a word: whoever saw its exit names it, or it is the one that wrote no error while the others did."""
     first = rundir.first_error(run, attempt)
     if first is not None and not first["secondary"]:
         log = run.log(attempt, first["rank"]) if first["rank"] is not None else run.slurm
@@ -282,8 +285,9 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
     for rank, code in enumerate(exit_codes):
         if code < 0:
             return Cause(f"rank {rank} was killed by {_signal(signal.Signals(-code).name)}", run.log(attempt, rank))
-    text = step_log.read_text(errors="replace") if step_log is not None and step_log.exists() else ""
-    said = SRUN_SAYS.findall(text.rpartition(header(attempt))[2])
+    log = step_log.read_text(errors="replace") if step_log is not None and step_log.exists() else ""
+    text = log.rpartition(header(attempt))[2]
+    said = SRUN_SAYS.findall(text)
     killed = [(host, ranks, what) for host, ranks, what in said if not what.startswith("Exited")]
     silent = [rank for rank in range(_read_spec(run).get("ranks", 0)) if not run.error(attempt, rank).exists()]
     stalled = first is not None and first["type"] == "Stalled"
@@ -297,7 +301,7 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
         return Cause(line, run.log(attempt, silent[0]))
     if first is not None:
         return Cause(rundir.describe_error(first), run.log(attempt, first["rank"]))
-    if ours := re.findall(r"^error: (.+)$", text.rpartition(header(attempt))[2], re.MULTILINE):
+    if ours := re.findall(r"^error: (.+)$", text, re.MULTILINE):
         return Cause(ours[-1], run.slurm)  # of the batch script, before there were ranks
     if said:
         host, ranks, what = said[0]
@@ -413,9 +417,7 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
         except SlurmError as refused:
             return f"{run.name} was asked by its marker to save and stop; {refused}"
     elif job["host"] == socket.gethostname():
-        for pid in local_pids(run, job):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+        _send(signal.SIGKILL if at_once else signal.SIGTERM, local_pids(run, job))
     elif at_once:
         raise RunDirError(f"{run.name} runs on {job['host']}: it saves and stops; to kill it, run this command there")
     if at_once:
@@ -452,9 +454,7 @@ def dump_stacks(run: RunDir) -> str:
         assert now.job_id is not None, "Slurm was asked just now"
         slurm.cancel(now.job_id, "USR1")
     elif host == socket.gethostname():
-        for pid in rank_pids(run, now.attempt):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+        _send(signal.SIGUSR1, rank_pids(run, now.attempt))
     else:
         raise RunDirError(f"{run.name} runs on {host}: run this command there")
     return f"the stacks are in {run.logs(now.attempt)}/rank-*.log"

@@ -58,8 +58,7 @@ class Profile:
             self._ranges.enter_context(torch.cuda.nvtx.range(f"step {step}"))
 
     def end(self, step: int, last: bool) -> float:
-        """After `step`; a collective of all ranks at the end of the window, or of the run. Returns the seconds that
-        writing took, which are no step's."""
+        """After `step`; a collective where the window or the run ends. Returns the seconds that writing took."""
         if not self._inside(step):
             return 0.0
         self._ranges.close()

@@ -21,9 +21,6 @@ Two rules keep it true without locks. A directory and an attempt are *claimed* b
 file that is read while it changes is written aside and renamed, so a reader sees the old text or the new one. Lines of
 a `.jsonl` file are appended whole; a torn last line (the writer was killed) is skipped by readers and cut by the next
 writer.
-
-    run = RunDir(Path("runs/tiny"))
-    run.log(attempt=1, rank=0)      -> runs/tiny/logs/attempt-1/rank-0.log
 """
 
 import contextlib
@@ -31,6 +28,7 @@ import dataclasses
 import difflib
 import errno
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -61,7 +59,6 @@ CAPTURED = re.compile(
 )
 RESERVE_BYTES = 256 * 1024  # a traceback a rank
 TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
-ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
 
 class _At:
@@ -117,7 +114,7 @@ class RunDir:
         return self.logs(attempt) / "spec.yaml"
 
     def rendezvous(self, attempt: int) -> Path:
-        """The file store through which processes of one host find each other."""
+        """The file store of torch.distributed on a single host."""
         return self.logs(attempt) / "rendezvous"
 
     def errors(self, attempt: int) -> Path:
@@ -165,13 +162,21 @@ def keep_reserve(run: RunDir) -> None:
             run.reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros may take no room
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None where there is no such file or it is not (yet) a whole object."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; {} where there is no such file or it is not (yet) a whole object."""
     try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # also where it is no text at all
-        return None
-    return cast(dict[str, Any], value) if isinstance(value, dict) else None
+        return _object(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """The JSON object that this text is; {} where it is none, or no text at all."""
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        return {}
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -190,15 +195,7 @@ def read_lines_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
     except FileNotFoundError:
         return [], 0
     whole = text[: text.rfind(b"\n") + 1]  # what follows the last newline is a torn line, or nothing
-    rows: list[dict[str, Any]] = []
-    for line in whole.split(b"\n"):
-        try:
-            row: Any = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(cast(dict[str, Any], row))
-    return rows, start + len(whole)
+    return [row for line in whole.split(b"\n") if (row := _object(line))], start + len(whole)
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -213,15 +210,14 @@ def mark(marker: Path, attempt: int, **fields: Any) -> None:
 
 def stamp(marker: Path, attempt: int) -> dict[str, Any]:
     """What a marker says of this attempt; {} where it is another's or not there."""
-    fields = read_json(marker) or {}
+    fields = read_json(marker)
     return fields if fields.get("attempt") == attempt else {}
 
 
 def clear_stale_markers(run: RunDir, attempt: int) -> None:
     """Remove markers of earlier attempts. One set for `attempt` itself stays: it was cancelled before it began."""
     for marker in (run.done, run.stop, run.requeue, run.save):
-        stamp = read_json(marker)
-        if stamp is None or stamp.get("attempt", 0) < attempt:
+        if read_json(marker).get("attempt", 0) < attempt:
             marker.unlink(missing_ok=True)
 
 
@@ -254,13 +250,15 @@ def _fill(run: RunDir, spec_yaml: str, plan: dict[str, Any], command: list[str])
     run.wandb_id.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
     write_atomic(run.spec_yaml, spec_yaml)
     write_atomic(run.plan_json, json.dumps(plan, indent=2) + "\n")
+    packages = ("pithtrain", "torch", "numpy", "pydantic", "submitit", "wandb")
+    versions = {package: version for package in packages if (version := installed(package))}
     about = {
         "name": run.name,
         "command": command,
         "time": time.time(),
         "host": socket.gethostname(),
         "code": snapshot_code(run),
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **versions, "executable": sys.executable},
         "environment": {name: value for name, value in os.environ.items() if CAPTURED.fullmatch(name)},
         "jobs": [],
     }
@@ -268,17 +266,17 @@ def _fill(run: RunDir, spec_yaml: str, plan: dict[str, Any], command: list[str])
 
 
 def snapshot_code(run: RunDir) -> dict[str, Any]:
-    """Copy the running package to `run.code`; return its hash and, from a git checkout, commit and `dirty`. The files
-    are copied as they are on the disk, so edited and untracked ones too. In a checkout the difference to the commit is
-    kept beside them as `code/dirty.diff`. About 1 MB and 20 ms."""
+    """Copy the running package, as it is on the disk, to `run.code`; return its hash and, from a git checkout, commit
+    and `dirty`: the difference to the commit is kept as `code/dirty.diff`. About 1 MB and 20 ms."""
     package = Path(pithtrain.__file__).parent
     shutil.copytree(package, run.code / "pithtrain", ignore=shutil.ignore_patterns("__pycache__"))
     about: dict[str, Any] = {"sha256": tree_hash(run.code / "pithtrain")}
-    commit = _git(package, "rev-parse", "HEAD")
+    git = functools.partial(answer, "git", "-C", str(package))
+    commit = git("rev-parse", "HEAD")  # None outside a checkout, without git, or before the first commit
     if commit is not None:
-        difference = _git(package, "diff", "HEAD", "--", ".") or ""
-        untracked = _git(package, "ls-files", "--others", "--exclude-standard", "--", ".") or ""
-        tree = (_git(package, "rev-parse", "HEAD^{tree}") or "").strip()
+        difference = git("diff", "HEAD", "--", ".") or ""
+        untracked = git("ls-files", "--others", "--exclude-standard", "--", ".")
+        tree = (git("rev-parse", "HEAD^{tree}") or "").strip()
         about |= {"commit": commit.strip(), "tree": tree, "dirty": bool(difference or untracked)}
         if difference:
             (run.code / "dirty.diff").write_text(difference, encoding="utf-8")
@@ -286,10 +284,8 @@ def snapshot_code(run: RunDir) -> dict[str, Any]:
 
 
 def renew_code(run: RunDir) -> list[str]:
-    """For an explicit resume: take a new snapshot where the package has changed, keeping the old one beside it. Returns
-    the files that differ, [] where nothing did."""
-    package = Path(pithtrain.__file__).parent
-    old, new = _file_hashes(run.code / "pithtrain"), _file_hashes(package)
+    """For an explicit resume: a new snapshot where the package has changed; the old one stays. Returns what differs."""
+    old, new = _file_hashes(run.code / "pithtrain"), _file_hashes(Path(pithtrain.__file__).parent)
     changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if changed:
         before = len(list(run.path.glob("code-before-*")))
@@ -304,8 +300,7 @@ def tree_hash(folder: Path) -> str:
 
 
 def find(reference: str, output_dir: Path) -> RunDir:
-    """The run meant by `reference`: a directory, a name under `output_dir`, or the id of one of its jobs. Raises
-    RunDirError with the nearest names where there is none."""
+    """The run meant by a directory, a name under `output_dir`, or a job's id. Raises RunDirError with near names."""
     for path in (Path(reference), output_dir / reference):
         if (path / "spec.yaml").exists():
             return RunDir(path.absolute())
@@ -327,23 +322,21 @@ def runs(output_dir: Path) -> list[RunDir]:
 
 def update_submit(run: RunDir, **fields: Any) -> None:
     """Change top-level fields of submit.json."""
-    about = (read_json(run.submit_json) or {}) | fields
-    write_atomic(run.submit_json, json.dumps(about, indent=2) + "\n")
+    write_atomic(run.submit_json, json.dumps(read_json(run.submit_json) | fields, indent=2) + "\n")
 
 
 def jobs(run: RunDir) -> list[dict[str, Any]]:
     """The jobs of submit.json: one an explicit submission, with the attempt it began with (a requeue counts on). Raises
     RunDirError where the file is there and damaged: a run that lives must not be taken for one that never began."""
     about = read_json(run.submit_json)
-    if about is None and run.submit_json.exists():
+    if not about and run.submit_json.exists():
         raise RunDirError(f"{run.submit_json} is damaged: it says which jobs the run has; put it right first")
-    return (about or {}).get("jobs", [])
+    return about.get("jobs", [])
 
 
 def record_job(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields (job_id, launcher, host, token, ...) into the entry of the job that began with `attempt`. The entry
-    exists before sbatch is called, so that the submitting command, the job and whoever asks for its state may each
-    complete it: they write the same values."""
+    """Write fields into the entry of the job that began with `attempt`. The submitting command, the job and whoever
+    asks for its state may each complete it: they write the same values."""
     entries = {entry["attempt"]: entry for entry in jobs(run)}
     entries[attempt] = entries.get(attempt, {"attempt": attempt}) | fields
     update_submit(run, jobs=[entries[key] for key in sorted(entries)])
@@ -361,21 +354,17 @@ def last_job(run: RunDir) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(run: RunDir) -> Generator[None, None, None]:
-    """Keep other commands from starting or resuming this run meanwhile. The system frees the lock of a dead process.
-    Raises RunDirError where another command has it. Where the file system has no locks, `claim_attempt` still
-    decides."""
-    handle = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise RunDirError(f"another command is starting {run.name} right now: look with `pithtrain status`") from None
-    except OSError:
-        pass
-    try:
+    """Keep other commands from starting or resuming this run meanwhile; a dead process has no lock. Raises RunDirError
+    where another has it. Where the file system has no locks, `claim_attempt` still decides."""
+    with open(run.lock, "a", opener=functools.partial(os.open, mode=0o600)) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = f"another command is starting {run.name} right now: look with `pithtrain status`"
+            raise RunDirError(busy) from None
+        except OSError:
+            pass
         yield
-    finally:
-        os.close(handle)
 
 
 def require_own(run: RunDir) -> None:
@@ -393,13 +382,12 @@ def require_own(run: RunDir) -> None:
 
 
 def claim_attempt(run: RunDir) -> int:
-    """Take the next attempt number for this caller alone and point logs/latest to its folder. The number is one above
-    every attempt that left a trace, and `mkdir` decides between two callers, so a log is never written twice: not by a
-    requeue, not by two resumes at the same moment."""
+    """Take the next attempt number for this caller alone and point logs/latest to it: one above every attempt that left
+    a trace, and `mkdir` decides between two callers, so a log is never written twice."""
     folder = run.path / "logs"
     folder.mkdir(exist_ok=True)
-    taken = [int(match[1]) for entry in folder.iterdir() if (match := ATTEMPT_FOLDER.search(entry.name))]
-    attempt = max([*taken, *(row["attempt"] for row in read_lines(run.attempts))], default=0) + 1
+    taken = numbers(folder, r"attempt-(\d+)")
+    attempt = max(taken | {row["attempt"] for row in read_lines(run.attempts)}, default=0) + 1
     while True:
         try:
             run.logs(attempt).mkdir()
@@ -419,17 +407,16 @@ def point_latest(run: RunDir, attempt: int) -> None:
 
 
 def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields into the attempt's line of attempts.jsonl, making the line where there is none. Only one process
-    does so at a time: rank 0 while it lives, its launcher afterwards."""
+    """Write fields into the attempt's line of attempts.jsonl: rank 0 does while it lives, its launcher afterwards."""
     rows = {row["attempt"]: row for row in read_lines(run.attempts)}
     rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
     write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
 
 
-def attempt_steps(run: RunDir, attempt: int) -> dict[str, int | None]:
-    """First and last step that an attempt logged and that still stand."""
-    steps = [row["step"] for row in read_lines(run.metrics) if row.get("attempt") == attempt]
-    return {"first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None}
+def record_end(run: RunDir, attempt: int, **fields: Any) -> None:
+    """`record_attempt` of how it ended, with the first and last step that it logged and that still stand."""
+    steps = [row["step"] for row in read_lines(run.metrics) if row.get("attempt") == attempt] or [None]
+    record_attempt(run, attempt, **fields, first_step=steps[0], last_step=steps[-1])
 
 
 def last_attempt(run: RunDir) -> dict[str, Any]:
@@ -441,8 +428,13 @@ def first_error(run: RunDir, attempt: int) -> dict[str, Any] | None:
     """The error that began it: the earliest of this attempt that is not another rank's lost connection. When a rank
     dies, its peers' collectives fail within milliseconds, on a cluster by clocks that differ; those errors say
     `secondary: true`, and count only where nothing else was written (a rank was killed from outside)."""
-    found = [error for path in run.errors(attempt).glob("*-*.json") if (error := read_json(path)) is not None]
+    found = [error for path in run.errors(attempt).glob("*-*.json") if (error := read_json(path))]
     return min(found, key=lambda error: (error["secondary"], error["time"]), default=None)
+
+
+def record_error(run: RunDir, attempt: int, who: str, report: Mapping[str, Any]) -> None:
+    """Write an error file; `who`: `rank-N`, or `node-HOST` before there are ranks."""
+    write_last_words(run, run.errors(attempt) / f"{who}.json", json.dumps(report, indent=2) + "\n")
 
 
 def describe_error(report: Mapping[str, Any]) -> str:
@@ -456,6 +448,11 @@ def describe_error(report: Mapping[str, Any]) -> str:
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------
+
+
+def numbers(folder: Path, pattern: str) -> set[int]:
+    """N of the names in a folder that are like `rank-N.pid`."""
+    return {int(match[1]) for entry in folder.iterdir() if (match := re.fullmatch(pattern, entry.name))}
 
 
 def saves_nothing(run: RunDir) -> bool:
@@ -475,7 +472,7 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
         return f"{run.path} exists and is not a run directory; choose another --name or --run-dir"
     changes = spec_difference(run.spec_yaml.read_text(encoding="utf-8"), spec_yaml)
     differs = "its spec is the same" if not changes else "its spec differs in\n    " + "\n    ".join(changes)
-    done = f"it is done at step {(read_json(run.done) or {}).get('step')}" if run.done.exists() else "it is not done"
+    done = f"it is done at step {read_json(run.done).get('step')}" if run.done.exists() else "it is not done"
     return (
         f"the run directory {run.path} exists; {done}; {differs}\n"
         f"  go on with it:   pithtrain resume {run.path}\n"
@@ -483,12 +480,11 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
     )
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("pithtrain", "torch", "numpy", "pydantic", "submitit", "wandb"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions | {"executable": sys.executable}
+def installed(package: str) -> str | None:
+    """Its version; None where it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def _file_hashes(folder: Path) -> dict[str, str]:
@@ -496,9 +492,8 @@ def _file_hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """git's output, or None outside a checkout, without git, or before the first commit."""
-    command = ["git", *arguments]
+def answer(*command: str) -> str | None:
+    """A command's output; None where it is missing, fails or hangs, as nvidia-smi with a GPU off the bus."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.check_output(command, input="", stderr=subprocess.DEVNULL, text=True, timeout=30)
     return None

@@ -9,9 +9,7 @@ Nothing here starts a run. Facts and judgement are apart, so that each rule is t
 
 Why we check at all: by default sbatch accepts more nodes than there are, a time limit above the partition's, and a
 dependency on a job that nobody knows; the job then waits for ever, or starts without what it was to wait for. And
-`sbatch --test-only` refuses a job that only waits for a drained node. Seen on 22.05. Worked example:
-
-    nodes: 5 on a partition of two  ->  slurm.nodes = 5: train has 2 (2 up, 0 drained)
+`sbatch --test-only` refuses a job that only waits for a drained node. Seen on 22.05.
 """
 
 import contextlib
@@ -42,7 +40,7 @@ AWAY = re.compile(
     r"|unexpected message received",  # what `scontrol requeue` says of a connection that was refused
     re.IGNORECASE,
 )
-_BROKEN = frozenset(["BOOT_FAIL", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"])
+_BROKEN = {"BOOT_FAIL", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 ENDED = _BROKEN | {"CANCELLED", "COMPLETED", "DEADLINE", "PREEMPTED", "REVOKED"}
 
 
@@ -348,11 +346,11 @@ class Cluster:
         return all(node.up for node in self.nodes)
 
 
-def cluster_facts(spec: RunSpec | None = None) -> Cluster:
-    """What Slurm says of itself now; of accounts and job ids only what this spec names, where one is given."""
+def cluster_facts(spec: RunSpec) -> Cluster:
+    """What Slurm says of itself now; of accounts and job ids only where this spec names one."""
     show, account = ("scontrol", "--all", "--oneliner", "show"), ("sacctmgr", "--noheader", "--parsable2", "show")
-    depends = spec is None or "dependency" in spec.slurm.additional_parameters
-    asked = spec is None or spec.slurm.account or spec.slurm.qos
+    depends = "dependency" in spec.slurm.additional_parameters
+    asked = spec.slurm.account or spec.slurm.qos
     return Cluster(
         partitions=read_partitions(call(*show, "partition")),
         nodes=read_nodes(call(*show, "node")),
@@ -417,9 +415,8 @@ def problems(spec: RunSpec, cluster: Cluster) -> tuple[list[Problem], list[str]]
     found: list[Problem | str] = [_unknown("partition", name, rule, name, known, have) for name in missing]
     chosen = [one for one in cluster.partitions if (one.name in wanted if wanted else one.default)]
     if not wanted and not chosen:
-        found.append(
-            Problem("slurm.partition", None, "this cluster has no default partition", f"have {have or 'none'}")
-        )
+        lacks = "this cluster has no default partition"
+        found.append(Problem("slurm.partition", None, lacks, f"have {have or 'none'}"))
     judged = [list(_judge(spec, one, cluster)) for one in chosen] or [list[Problem | str]()]
     found += min(judged, key=lambda one: (sum(isinstance(item, Problem) for item in one), len(one)))
     found += _judge_rest(spec, cluster)
@@ -478,8 +475,7 @@ def _judge(spec: RunSpec, partition: Partition, cluster: Cluster) -> Findings:
 
 def _judge_rest(spec: RunSpec, cluster: Cluster) -> Findings:
     """Nodes, jobs and accounts that Slurm may not know, and the disk of the run."""
-    slurm, more = spec.slurm, spec.slurm.additional_parameters
-    nodes = {node.name for node in cluster.nodes}
+    slurm, more, nodes = spec.slurm, spec.slurm.additional_parameters, {node.name for node in cluster.nodes}
     for path, listed in (("exclude", slurm.exclude), ("additional_parameters.nodelist", more.get("nodelist"))):
         if unknown := [name for name in hostnames(str(listed or "")) if name not in nodes]:
             yield _unknown(path, listed, f"there is no node {', '.join(unknown[:20])}", unknown[0], nodes)

@@ -125,14 +125,13 @@ def held_python(run: RunDir) -> str:
     return f"{shlex.quote(sys.executable)} {shlex.quote(str(run.code / 'pithtrain' / 'held.py'))}"
 
 
-def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN", lane: str | None = None) -> str:
-    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch; the token is made there. Pure, so
-    `--dry-run` shows it on a machine without Slurm too."""
+def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN") -> str:
+    """The sbatch script of an attempt, byte for byte what `submit` hands to sbatch, which makes the token. Pure."""
     from submitit.slurm import slurm
 
     command = f"{held_python(run)} -u -m submitit.core._submit {shlex.quote(str(run.slurm))}"
     make = slurm._make_sbatch_string  # pyright: ignore[reportPrivateUsage]  # its text is tested against the executor's
-    return make(command=command, folder=run.slurm, **parameters(spec, run, attempt, token, lane))
+    return make(command=command, folder=run.slurm, **parameters(spec, run, attempt, token))
 
 
 def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
@@ -163,10 +162,9 @@ def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
 def submit(
     run: RunDir, spec: RunSpec, by: Launcher, lane: str | None = None, first: int | None = None
 ) -> dict[str, Any]:
-    """Claim an attempt and start it; returns its entry in submit.json (job_id, launcher, attempt, host, time, token).
-    The entry stands before sbatch is called, so whatever dies in between, the job can be found by its token. `lane`:
-    see `parameters`; `first`: the first attempt of the chain of jobs that this one continues. Raises RunFailed with
-    sbatch's own words where it refuses."""
+    """Claim an attempt and start it; returns its entry in submit.json, which stands before sbatch is called: whatever
+    dies in between, the job can be found by its token. `lane`: see `parameters`; `first`: the first attempt of the
+    chain of jobs that this one continues. Raises RunFailed with sbatch's own words where it refuses."""
     rundir.require_own(run)
     attempt = rundir.claim_attempt(run)
     entry = {"job_id": None, "launcher": by, "host": socket.gethostname(), "time": time.time()}
@@ -194,8 +192,9 @@ def submit(
     return job
 
 
-def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
+def submit_from_snapshot(path: str, by: str, number: str) -> None:
     """The half of `submit` that runs in the fresh process."""
+    run, attempt = RunDir(Path(path)), int(number)
     spec = load(run.spec_yaml)
     entry = rundir.last_job(run)
     assert entry.get("attempt") == attempt, "`submit` has just written it"
@@ -261,7 +260,7 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher, force: boo
     if not (force and elsewhere):
         jobs.refuse_if_live(now, run)
     before, spec = _changed_spec(run, changes)
-    done_at = (rundir.read_json(run.done) or {}).get("step", 0)
+    done_at = rundir.read_json(run.done).get("step", 0)
     if done_at >= spec.training.max_steps:
         raise RunDirError(
             f"{run.name} is done at step {done_at} = training.max_steps\n"
@@ -301,19 +300,13 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
     """Change what Slurm can change of a job that waits or is held, release it, and let it start."""
     assert now.job_id is not None, "Slurm has just spoken of it"
     old, new = dict(before.slurm), dict(spec.slurm)
-    names = {
-        "exclude": "ExcNodeList",
-        "time": "TimeLimit",
-        "partition": "Partition",
-        "account": "Account",
-        "qos": "QOS",
-    }
+    keys = {"exclude": "ExcNodeList", "time": "TimeLimit", "partition": "Partition", "account": "Account", "qos": "QOS"}
     changed = {key for key in new if old[key] != new[key]}
-    if stays := sorted(changed - names.keys() - {"max_requeues"}):
+    if stays := sorted(changed - keys.keys() - {"max_requeues"}):
         rule = f"cannot change while job {now.job_id} waits"
         hint = f"pithtrain cancel {run.path}, then resume"
         raise SpecError([Problem(f"slurm.{key}", new[key], rule, hint) for key in stays])
-    fields = {names[key]: new[key] if key != "time" else spec.slurm.time_minutes for key in changed & names.keys()}
+    fields = {keys[key]: new[key] if key != "time" else spec.slurm.time_minutes for key in changed & keys.keys()}
     if fields:
         slurm.update(now.job_id, **{key: "" if value is None else str(value) for key, value in fields.items()})
     lines = _renew(run, before, spec)
@@ -331,8 +324,7 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
 
 
 def grid(axes: Sequence[str]) -> list[dict[str, str]]:
-    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay. Raises
-    SpecError."""
+    """The points of a grid, from `a.b=v1,v2` texts; the last axis varies fastest. Commas inside brackets stay."""
     values: dict[str, list[str]] = {}
     for axis in axes:
         key, equals, text = axis.partition("=")
@@ -379,8 +371,7 @@ def foreground(run: RunDir, spec: RunSpec, attempt: int | None = None, minutes: 
             cwd=run.code,
             env=env | {"RANK": str(rank), "WORLD_SIZE": str(size)},
             stdin=DEVNULL,
-            # a session of its own: Ctrl-C reaches this process alone, which passes on a request to save
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes on a request to save
         )
         for rank in range(size)
     ]
@@ -428,8 +419,7 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.
 
 
 def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
-    """Say how an attempt ended, from the run directory and, where it is silent, the processes' exit codes. Raises
-    RunFailed or StoppedEarly; returns when the run is done."""
+    """Say how an attempt ended, by the run directory or exit codes. Raises RunFailed or StoppedEarly unless done."""
     if not any(exit_codes):
         if rundir.stamp(run.done, attempt):
             return
@@ -447,8 +437,6 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     try:
-        submit_from_snapshot(
-            RunDir(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local", int(sys.argv[3])
-        )
+        submit_from_snapshot(*sys.argv[1:])
     except (RunFailed, StoppedEarly) as end:  # of a fork: whoever asks finds it in the run directory
         sys.exit(str(end))

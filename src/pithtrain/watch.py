@@ -1,8 +1,8 @@
 """What a rank keeps an eye on while it trains: requests to stop or to save, its own progress, and the other ranks.
 
 The main thread says where it stands (`enter`) and asks at step boundaries (`should_stop`, `should_save`). A thread of
-its own looks around once a second. It takes no lock of the engine and calls nothing that can block but the file system,
-so it works while the main thread waits in a collective for ever.
+its own looks around once a second. It takes no lock of the engine and nothing of it can block but the file system, so
+it works while the main thread waits in a collective for ever.
 
     it sees                                       it does
     SIGTERM, SIGUSR2, SIGINT                      (the handler) sets the flag that `should_stop` reads, nothing else
@@ -29,10 +29,8 @@ import contextlib
 import faulthandler
 import functools
 import json
-import linecache
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -40,16 +38,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from pithtrain import rundir
 from pithtrain.errors import PithtrainError, RunFailed, Stalled
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec
 
-Phase = Literal["init", "load", "first_step", "step", "save", "validation"]
+Phase = Literal["init", "load", "first_step", "step", "save"]
 
 # Which key of `distributed` limits a phase. Reading a checkpoint takes as long as writing one.
 LIMITS: dict[Phase, str] = {
@@ -58,7 +56,6 @@ LIMITS: dict[Phase, str] = {
     "first_step": "train_timeout_s",
     "step": "step_timeout_s",
     "save": "save_timeout_s",
-    "validation": "step_timeout_s",
 }
 REASONS = ("SIGINT", "SIGUSR2", "SIGTERM", "the launcher died", "cancelled")
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
@@ -87,9 +84,8 @@ class _Standing(NamedTuple):
 
 
 class Watch:
-    """The watch of one rank over one attempt. `install` takes the signals, `start` begins to look; one that was neither
-    installed nor started holds flags and writes the heartbeat, which is all that a test of the engine needs.
-    `launcher`: as `worker.Seat` has it; `parent`: the launcher's pid, where this process may outlive it unseen."""
+    """The watch of one rank. `install` takes the signals, `start` begins to look; without them it holds flags and
+    writes the heartbeat, all that a test of the engine needs. `parent`: the launcher's pid, if we may outlive it."""
 
     def __init__(
         self, run: RunDir, attempt: int, rank: int, launcher: str = "alone", parent: int | None = None
@@ -104,9 +100,8 @@ class Watch:
         self._asleep_since: float | None = None  # the thread, between two looks
         self._frozen_s, self._thawed = 0.0, 0.0  # how long this process stood still, and when that ended
         self._parent = os.getppid() if parent is None else parent
-        self._installed = False
-        self._log: TextIO | None = None
-        self._told = False  # whether the log says that a stop was asked for
+        self._log: TextIO | None = None  # there is one where the signals are taken
+        self._stop_said = False  # whether the log says that a stop was asked for
         self._comment_due = 0.0
         self._comment_step: int = 0
         self._scontrol: subprocess.Popen[bytes] | None = None
@@ -118,10 +113,8 @@ class Watch:
     # ---- signals -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Take the signals that ask to stop, and let those in that a launcher held back until now. Threads and
-        processes started from here on inherit a clean mask. A thread that a library started before keeps what was held
-        back then, which is harmless: the kernel gives a signal to a thread that lets it in."""
-        self._installed = True
+        """Take the signals that ask to stop, and let those in that a launcher held back until now. A thread that a
+        library started before keeps its mask, which is harmless: the kernel picks a thread that lets a signal in."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -138,15 +131,13 @@ class Watch:
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop(signal.Signals(number).name)
 
-    def _take_again(self) -> None:
+    def _take_again(self, log: TextIO) -> None:
         """Install the handlers once more: a library that was loaded since may have taken a signal, in C and unseen."""
-        others = [number.name for number in sorted(STOP_SIGNALS) if signal.getsignal(number) != self._on_signal]
-        if others:
+        if others := [one.name for one in sorted(STOP_SIGNALS) if signal.getsignal(one) != self._on_signal]:
             print(f"{', '.join(others)}: a library had taken them; they are ours again", flush=True)
         self.install()
-        if self._log is not None:
-            faulthandler.unregister(signal.SIGUSR1)  # registering twice would leave the library's handler in place
-            self.log_to(self._log)
+        faulthandler.unregister(signal.SIGUSR1)  # registering twice would leave the library's handler in place
+        self.log_to(log)
 
     # ---- what the main thread says and asks --------------------------------------------------------------------------
 
@@ -170,8 +161,8 @@ class Watch:
         self.run.pid(self.attempt, self.rank).unlink(missing_ok=True)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """The main thread begins a phase, or the next step of one; `step` is the last finished one. The limit counts
-        from here. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that."""
+        """The main thread begins a phase, or the next step of one, whose limit counts from here; `step` is the last
+        finished one. Rank 0 writes the heartbeat; a file system in trouble must not end the run for that."""
         began = phase != self._standing.phase
         self._standing = _Standing(phase, step, time.monotonic())
         if self._limits and self._log is not None:
@@ -181,8 +172,8 @@ class Watch:
             beat |= {"host": socket.gethostname(), "pid": os.getpid()}
             with contextlib.suppress(OSError):
                 rundir.write_atomic(self.run.heartbeat, json.dumps(beat) + "\n", durable=False)
-        if self._installed and began and phase in ("first_step", "step"):
-            self._take_again()
+        if self._log is not None and began and phase in ("first_step", "step"):
+            self._take_again(self._log)
             if phase == "first_step":
                 names = ", ".join(number.name for number in sorted(STOP_SIGNALS))
                 print(f"signals: {names} save and stop at a step boundary, SIGUSR1 writes all stacks here", flush=True)
@@ -210,8 +201,7 @@ class Watch:
         self._save_asked = False
 
     def ended(self, step: int, finished: bool) -> None:
-        """Rank 0, when the state of `step` is saved: the marker that says how the attempt ended. Written before
-        anything slow, such as a last upload: a grace time may end in the middle of that."""
+        """Rank 0, when the state of `step` is saved: mark how it ended, before anything slow that may be cut off."""
         if self.rank != 0:
             return
         if finished:
@@ -220,7 +210,11 @@ class Watch:
             rundir.mark(self.run.stop, self.attempt, step=step)
         else:
             rundir.mark(self.run.requeue, self.attempt, step=step, reason=self.reason)
-        end_attempt(self.run, self.attempt, "done" if finished else "stopped", 0)
+        self.end_attempt("done" if finished else "stopped", 0)
+
+    def end_attempt(self, ended: str, exit_code: int) -> None:
+        """Rank 0's last word in attempts.jsonl; whoever started the run adds what it knows."""
+        rundir.record_end(self.run, self.attempt, end=time.time(), ended=ended, exit_code=exit_code)
 
     # ---- a bad end ---------------------------------------------------------------------------------------------------
 
@@ -244,8 +238,7 @@ class Watch:
     def stood_still(self) -> float:
         """For how many seconds this process did not run at all, where the main thread has not moved on since; else 0.
         The thread sleeps for `POLL_S`: what it slept beyond that, nothing here ran."""
-        overslept = self._overslept()
-        if overslept > FROZEN_S:
+        if (overslept := self._overslept()) > FROZEN_S:
             return overslept
         return self._frozen_s if self._thawed > self._standing.since else 0.0
 
@@ -266,8 +259,8 @@ class Watch:
                 first = rundir.first_error(self.run, self.attempt)
                 if first is not None and not first["secondary"]:
                     return
-                told = _ranks(self.run.errors(self.attempt), "json")
-                if all(self._gone(rank) for rank in _ranks(self.run.logs(self.attempt), "pid") - told - {self.rank}):
+                told = self._told()
+                if all(self._gone(rank) for rank in self._signed_in() - told - {self.rank}):
                     return
             time.sleep(POLL_S / 4)
 
@@ -304,9 +297,9 @@ class Watch:
         return finished
 
     def _require_home(self) -> None:
-        """End this process where the run directory was removed, moved, or made anew by another run: what it would write
-        there is the other one's. Where this rank signed in tells; not at the first look, a file system may be late."""
-        mine = rundir.read_json(self.run.pid(self.attempt, self.rank)) or {}
+        """End this process where its run directory is gone, or another run's: it would write into that one's files. The
+        file with which this rank signed in tells; not at the first look, a file system may be late."""
+        mine = rundir.read_json(self.run.pid(self.attempt, self.rank))
         ours = (mine.get("pid"), mine.get("host")) == (os.getpid(), socket.gethostname())
         self._lost = 0 if ours else self._lost + 1
         if self._lost > LOOKS_LOST:
@@ -318,16 +311,16 @@ class Watch:
         if os.getppid() != self._parent:
             self.stop("the launcher died")
         if self.rank == 0:  # alone, and only at a stamp of this attempt: a stale marker must stop nobody
-            if (rundir.read_json(self.run.stop) or {}).get("attempt", 0) >= self.attempt:
+            if rundir.read_json(self.run.stop).get("attempt", 0) >= self.attempt:
                 self.stop("cancelled")
-            if (rundir.read_json(self.run.save) or {}).get("attempt", 0) >= self.attempt:
+            if rundir.read_json(self.run.save).get("attempt", 0) >= self.attempt:
                 self._save_asked = True
             self._comment()
-        if self.reason is not None and not self._told:
-            self._told = True
+        if self.reason is not None and not self._stop_said:
+            self._stop_said = True
             _write(f"asked to stop ({self.reason}): this rank saves and stops at a step boundary")
         death = self._silent_death() if self.launcher == "spawn" else None
-        if _ranks(self.run.errors(self.attempt), "json") - {self.rank}:
+        if self._told() - {self.rank}:
             first = rundir.first_error(self.run, self.attempt)
             if first is not None and not (first["secondary"] and death):
                 return rundir.describe_error(first)
@@ -335,41 +328,46 @@ class Watch:
 
     def _silent_death(self) -> str | None:
         """Where the launcher ends nobody when a rank is killed: look for its process, on this one host."""
-        here = _ranks(self.run.logs(self.attempt), "pid")
-        gone = [rank for rank in sorted(here - {self.rank}) if self._gone(rank)]
-        if gone:
-            return f"rank {gone[0]} was killed"
-        if self._standing.phase == "init" and time.monotonic() - self._began > START_S:
-            missing = sorted(set(range(self._size)) - here)
-            if missing:
-                return f"rank {missing[0]} never started"
+        for rank in sorted(self._signed_in() - {self.rank}):
+            if self._gone(rank):
+                return f"rank {rank} was killed"
+        if time.monotonic() - self._began > START_S and (missing := self._missing()):
+            return f"rank {missing[0]} never started"
         return None
+
+    def _signed_in(self) -> set[int]:
+        return rundir.numbers(self.run.logs(self.attempt), r"rank-(\d+)\.pid")
+
+    def _told(self) -> set[int]:
+        """The ranks that have written an error."""
+        return rundir.numbers(self.run.errors(self.attempt), r"rank-(\d+)\.json")
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not signed in while this one still connects."""
+        return sorted(set(range(self._size)) - self._signed_in()) if self._standing.phase == "init" else []
 
     def _gone(self, rank: int) -> bool:
         """Whether the process of a rank that signed in on this host has ended, and neither told nor signed out."""
         path = self.run.pid(self.attempt, rank)
         mine = rundir.read_json(path)
-        if mine is None or mine["host"] != socket.gethostname():
-            return False
-        start = process_start(mine["pid"])
-        return (start is None or abs(start - mine["start"]) > 1) and path.exists()
+        return mine.get("host") == socket.gethostname() and not lives(mine) and path.exists()
 
     def stall_text(self, where: str, waits: bool) -> str:
         phase, step, since = self._standing
-        key = LIMITS[phase]
-        told = f"on {node_name()} the phase {phase} has lasted {time.monotonic() - since:.0f} s"
-        text = f"{told} (distributed.{key} = {self._limits[phase]}), the last finished step is {step}; "
+        text = f"on {node_name()} the phase {phase} has lasted {time.monotonic() - since:.0f} s (distributed."
+        text += f"{LIMITS[phase]} = {self._limits[phase]}), the last finished step is {step}; "
         text += f"the main thread stands at {where}" + (", waiting for other ranks or a device" if waits else "")
-        frozen_s = self.stood_still()
-        text += f"; this process stood still for {frozen_s:.0f} s" if frozen_s else ""
-        missing = sorted(set(range(self._size)) - _ranks(self.run.logs(self.attempt), "pid")) if phase == "init" else []
-        return text + (f"; never started: ranks {', '.join(map(str, missing))}" if missing else "")
+        if frozen_s := self.stood_still():
+            text += f"; this process stood still for {frozen_s:.0f} s"
+        if missing := self._missing():
+            text += f"; never started: ranks {', '.join(map(str, missing))}"
+        return text
 
     def _leave(self, trouble: str) -> None:
         """Another rank has failed. If it waited in vain, and this one did not, this one is the cause."""
         where, waits = standing()
-        told = _ranks(self.run.errors(self.attempt), "json")
-        reports = [rundir.read_json(self.run.error(self.attempt, rank)) or {} for rank in told]
+        told = self._told()
+        reports = [rundir.read_json(self.run.error(self.attempt, rank)) for rank in told]
         secondary = all(report.get("secondary") for report in reports)
         stalled = any(report.get("type") == "Stalled" or "imed out" in report.get("message", "") for report in reports)
         if secondary and stalled and (not waits or self.stood_still()):
@@ -384,15 +382,13 @@ class Watch:
             _write(str(error))  # to the descriptor, which is the log: on the console the cause is said once
             faulthandler.dump_traceback(2, all_threads=True)
             report = self.report(error, str(error), main_stack(), secondary)
-            rundir.write_last_words(
-                self.run, self.run.error(self.attempt, self.rank), json.dumps(report, indent=2) + "\n"
-            )
+            rundir.record_error(self.run, self.attempt, f"rank-{self.rank}", report)
             if secondary:
                 self.hold(hold_s)
             first = rundir.first_error(self.run, self.attempt)
             code = first["exit_code"] if first is not None else 1
             if self.rank == 0:
-                end_attempt(self.run, self.attempt, "failed", code)
+                self.end_attempt("failed", code)
         os._exit(code)
 
     def _comment(self) -> None:
@@ -401,7 +397,7 @@ class Watch:
             if time.monotonic() > self._comment_due:
                 self._scontrol.kill()
             return
-        if self.launcher != "slurm" or time.monotonic() < self._comment_due or shutil.which("scontrol") is None:
+        if self.launcher != "slurm" or time.monotonic() < self._comment_due:
             return
         step, row = self._standing.step, rundir.last_line(self.run.metrics)
         if step == self._comment_step:
@@ -410,19 +406,13 @@ class Watch:
         loss = f" loss={row['loss']:.4f}" if isinstance(row.get("loss"), float) else ""
         token = os.environ.get("PITHTRAIN_TOKEN", "-")
         text = f"Comment=pithtrain {token} step={step}{loss} attempt={self.attempt}"
+        command = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", text]
         null = subprocess.DEVNULL
-        with contextlib.suppress(OSError):
-            command = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", text]
+        with contextlib.suppress(OSError):  # there may be no scontrol
             self._scontrol = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------
-
-
-def end_attempt(run: RunDir, attempt: int, ended: str, exit_code: int) -> None:
-    """Rank 0's last word in attempts.jsonl; whoever started the run adds what it knows."""
-    fields = {"end": time.time(), "ended": ended, "exit_code": exit_code}
-    rundir.record_attempt(run, attempt, **fields, **rundir.attempt_steps(run, attempt))
 
 
 def usable_cores() -> int:
@@ -438,69 +428,59 @@ def node_name() -> str:
 def standing() -> tuple[str, bool]:
     """Where the main thread is, as `file:line function`, and whether it waits there for other ranks or a device. It
     does where torch.distributed was called, or where our own innermost line says so."""
-    frames = _main_frames()
-    ours = next((i for i, frame in enumerate(frames) if Path(_file(frame)).is_relative_to(Path(__file__).parent)), None)
+    frames, package = _main_frames(), Path(__file__).parent
+    ours = next((i for i, frame in enumerate(frames) if Path(frame.filename).is_relative_to(package)), None)
     called = frames if ours is None else frames[: ours + 1]
-    waits = any(re.search(r"/torch/distributed/(?!checkpoint/)", _file(frame)) for frame in called)
+    waits = any(re.search(r"/torch/distributed/(?!checkpoint/)", frame.filename) for frame in called)
     if ours is not None:
-        waits = waits or WAITS.search(linecache.getline(_file(frames[ours]), frames[ours].f_lineno)) is not None
-    where = [f"{_file(frame)}:{frame.f_lineno} {frame.f_code.co_name}" for frame in (called[0], called[-1])]
+        waits = waits or WAITS.search(frames[ours].line or "") is not None
+    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in (called[0], called[-1])]
     return " in ".join(dict.fromkeys(where)), waits
 
 
 def main_stack() -> str:
     """The main thread's stack as a traceback would show it, innermost last."""
-    frames = ((frame, frame.f_lineno) for frame in reversed(_main_frames()))
-    return "".join(traceback.StackSummary.extract(frames).format())
+    return "".join(traceback.format_list(_main_frames()[::-1]))
 
 
-def _main_frames() -> list[FrameType]:
+def _main_frames() -> list[traceback.FrameSummary]:
     """Innermost first; those of the thread that writes a checkpoint on top, where the main thread waits for it."""
     frames = _frames(threading.main_thread())
-    if any(frame.f_code.co_name == "_join" for frame in frames):
+    if any(frame.name == "_join" for frame in frames):
         writers = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
         frames = [frame for writer in writers for frame in _frames(writer)] + frames
     return frames
 
 
-def _frames(thread: threading.Thread) -> list[FrameType]:
+def _frames(thread: threading.Thread) -> list[traceback.FrameSummary]:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # the documented way
-    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
+    return [] if frame is None else [*traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)]
 
 
 def process_start(pid: int) -> float | None:
     """When process `pid` began (Unix time; 0 where the system does not tell), None where there is none but a zombie."""
+    if not Path("/proc/self/stat").exists():
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return 0.0
+        return None
     try:
         # the name, in parentheses, may itself hold spaces and parentheses
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self/stat").exists():
-            return None
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return None
-        return 0.0
-    if fields[0] in "ZX":
         return None
-    return _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return None if fields[0] in "ZX" else _boot_time() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 @functools.cache
 def _boot_time() -> int:
-    return int(
-        next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")).split()[1]
-    )
+    return int(Path("/proc/stat").read_text().partition("\nbtime ")[2].split()[0])
 
 
-def _ranks(folder: Path, suffix: str) -> set[int]:
-    """The ranks that have a file `rank-N.SUFFIX` in a folder."""
-    names = (re.fullmatch(rf"rank-(\d+)\.{suffix}", path.name) for path in folder.iterdir())
-    return {int(match[1]) for match in names if match}
+def lives(signed_in: Mapping[str, Any]) -> bool:
+    """Whether a process of this host that wrote a pid file runs; a later one may have the same number."""
+    start = process_start(signed_in["pid"])
+    return start is not None and abs(start - signed_in["start"]) < 1
 
 
 def _write(text: str) -> None:

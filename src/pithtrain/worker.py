@@ -1,15 +1,11 @@
 """Once per task: from the environment a launcher left, to a `Place`, to `train.run`, to an exit code.
 
-The same function runs under every launcher. What differs between them is which variables say "you are rank 3 of 8",
-and how the ranks find each other:
+The same function runs under every launcher. What differs is which variables say "you are rank 3 of 8", and how the
+ranks find each other; by a file store or a derived port, two runs on one host never meet:
 
     launcher                rank, size, local rank                      rendezvous
     `submit.foreground`     RANK WORLD_SIZE                             file store in the attempt's log folder
     submitit, Slurm         SLURM_PROCID NTASKS LOCALID                 tcp, first node, port derived from the job id
-
-A file store and a derived port are why two runs on one host never meet. The attempt number is decided once, by whoever
-submits (`PITHTRAIN_ATTEMPT`); a requeue by Slurm adds its own count, so all ranks agree without asking each other and
-no log is ever overwritten.
 
 What is promised here, beside what `watch` does (signals, hangs, killed ranks, a launcher that dies):
 
@@ -19,13 +15,12 @@ What is promised here, beside what `watch` does (signals, hangs, killed ranks, a
 2. Each rank's output is in logs/attempt-N/rank-R.log, also what C libraries write; rank 0's Python output goes to the
    launcher's console as well.
 
-This module imports torch only inside functions, after the thread counts are in the environment.
+torch is imported inside functions alone, after the thread counts are in the environment.
 """
 
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import re
 import socket
@@ -41,7 +36,7 @@ from pithtrain.errors import PithtrainError, Problem, RunDirError, SpecError, St
 from pithtrain.rundir import RunDir
 from pithtrain.slurm import hostnames
 from pithtrain.spec import load
-from pithtrain.watch import Watch, end_attempt, standing, usable_cores
+from pithtrain.watch import Watch, standing, usable_cores
 
 if TYPE_CHECKING:
     from pithtrain.world import Place
@@ -67,31 +62,29 @@ class Seat:
     world_size: int
     local_rank: int
     local_world_size: int
-    restarts: int
 
 
 # ---- environment -> place --------------------------------------------------------------------------------------------
 
 
 def seat(env: Mapping[str, str]) -> Seat:
-    """Which launcher started this process and which of its tasks this is; `alone` (0 of 1) where none did. Raises
-    SpecError for a variable that is no number."""
+    """Which launcher started this process and which of its tasks this is. Raises SpecError for what is no number."""
     if "RANK" in env and "WORLD_SIZE" in env:
         size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
-        return Seat("spawn", rank, size, rank, size, 0)
+        return Seat("spawn", rank, size, rank, size)
     if "SLURM_PROCID" in env and 0 <= _number(env, "SLURM_STEP_ID", -1) < INTERACTIVE_STEP:
         size = _number(env, "SLURM_NTASKS")
         local_size = _number(env, "SLURM_NTASKS_PER_NODE", size // _number(env, "SLURM_NNODES", 1))
-        local_rank, restarts = _number(env, "SLURM_LOCALID"), _number(env, "SLURM_RESTART_COUNT", 0)
-        return Seat("slurm", _number(env, "SLURM_PROCID"), size, local_rank, max(1, local_size), restarts)
-    return Seat("alone", 0, 1, 0, 1, 0)
+        return Seat("slurm", _number(env, "SLURM_PROCID"), size, _number(env, "SLURM_LOCALID"), max(1, local_size))
+    return Seat("alone", 0, 1, 0, 1)
 
 
 def attempt_of(env: Mapping[str, str]) -> int:
-    """The number of this attempt: what the submitting side has claimed, and one more for each restart since."""
+    """The number of this attempt: what the submitting side has claimed, and one more for each requeue by Slurm since.
+    So all processes of an attempt agree without asking each other, and no log is ever overwritten."""
     if "PITHTRAIN_ATTEMPT" not in env:
         raise RunDirError("PITHTRAIN_ATTEMPT is not set: start a run with `pithtrain submit`, `train` or `resume`")
-    return _number(env, "PITHTRAIN_ATTEMPT") + seat(env).restarts
+    return _number(env, "PITHTRAIN_ATTEMPT") + _number(env, "SLURM_RESTART_COUNT", 0)
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -105,15 +98,22 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def init_method(env: Mapping[str, str], store: Path) -> str:
-    """The rendezvous of torch.distributed for this environment; `store` is the file used on a single host."""
-    if seat(env).launcher == "slurm":
-        host, port = _slurm_address(env)
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    return f"file://{store}"
+    """The rendezvous of torch.distributed: the file `store` on a single host, under Slurm host and port of rank 0.
+    `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it. The launch node is where `srun`
+    runs, the first node of a batch script; Slurm's node *names* need not resolve, so its address is preferred. Job ids
+    that differ by less than 17000 never share a port; two steps of one job differ too."""
+    if seat(env).launcher != "slurm":
+        return f"file://{store}"
+    host = env.get("MASTER_ADDR") or env.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not host:
+        host = hostnames(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])[0]
+    derived = FIRST_PORT + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % NUM_PORTS
+    port = int(env.get("MASTER_PORT", derived))
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
-    """The `Place` of this process: a pure function of `env`, but for the name of the run directory."""
+    """The `Place` of this process."""
     from pithtrain.world import Place
 
     here, attempt = seat(env), attempt_of(env)
@@ -121,27 +121,13 @@ def place_from_environment(env: Mapping[str, str], run: RunDir) -> "Place":
     return Place(here.rank, here.world_size, here.local_rank, method, attempt)
 
 
-def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port of rank 0. `slurm.env` may set MASTER_ADDR and MASTER_PORT where the site's network needs it. The
-    launch node is where `srun` runs, the first node of a batch script; Slurm's node *names* need not resolve, so its
-    address is preferred. Job ids that differ by less than 17000 never share a port; two steps of one job differ too."""
-    host = env.get("MASTER_ADDR") or env.get("SLURM_LAUNCH_NODE_IPADDR")
-    if not host:
-        host = hostnames(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])[0]
-    derived = FIRST_PORT + (int(env["SLURM_JOB_ID"]) + 7919 * int(env["SLURM_STEP_ID"])) % NUM_PORTS
-    return host, int(env.get("MASTER_PORT", derived))
-
-
 def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before torch is imported, where the user has not. CPU threads: the ranks of a host share its
-    cores; without this each takes all of them, and two ranks on two cores run several times slower. A file store means
-    one host: gloo then stays on the loopback interface, since it otherwise looks up the host's own name, which need not
-    resolve."""
+    """Variables to set before torch is imported, where the user has not. The ranks of a host share its cores: if each
+    took all of them, two ranks on two cores would be several times slower. On a single host gloo stays on the loopback
+    interface, since it otherwise looks up the host's own name, which need not resolve."""
     here = seat(env)
-    cpus = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
-    if not cpus:
-        cpus = max(1, usable_cores() // here.local_world_size)
-    wanted = {"OMP_NUM_THREADS": str(cpus)}
+    given = int(env.get("SLURM_CPUS_PER_TASK", 0)) if here.launcher == "slurm" else 0
+    wanted = {"OMP_NUM_THREADS": str(given or max(1, usable_cores() // here.local_world_size))}
     if here.launcher != "slurm":
         wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return {name: value for name, value in wanted.items() if name not in env}
@@ -151,10 +137,9 @@ def prepare_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def entry(path: str) -> None:
-    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it. It
-    is what submitit pickles, by reference: nothing but the path, so a waiting job holds no code and no spec. Never
-    returns: submitit would pickle the result, and a rank killed while that is written leaves a temporary file over
-    which the next attempt dies."""
+    """Run `main` and end the process with its exit code: all is saved then, and no library's destructor may hold it.
+    submitit pickles it by reference, so a waiting job holds no code and no spec. Never returns: submitit would pickle
+    the result, and a rank killed meanwhile leaves a temporary file over which the next attempt dies."""
     code = 0
     try:
         main(Path(path))
@@ -169,9 +154,7 @@ def entry(path: str) -> None:
 def main(path: Path) -> None:
     """Run this task of the run in `path`. Returns when the run finished, or stopped with its state saved; `train` has
     written the marker that says which. Does not return on failure: the process ends with the error's exit code."""
-    run = RunDir(path.absolute())
-    here = seat(os.environ)
-    attempt = attempt_of(os.environ)
+    run, here, attempt = RunDir(path.absolute()), seat(os.environ), attempt_of(os.environ)
     watch = Watch(run, attempt, here.rank, here.launcher, int(os.environ.get(PARENT, os.getppid())))
     watch.install()
     os.environ.update(prepare_environment(os.environ))
@@ -191,8 +174,7 @@ def main(path: Path) -> None:
 
             train.run(spec, run, place_from_environment(os.environ, run), watch)
             watch.finish()
-        except BaseException as error:
-            # everything is caught, KeyboardInterrupt too: whatever ends this rank must end the others
+        except BaseException as error:  # KeyboardInterrupt too: whatever ends this rank must end the others
             _die(watch, here, error, log, console)
 
 
@@ -229,16 +211,13 @@ def _die(watch: Watch, here: Seat, error: BaseException, log: TextIO, console: T
         report = watch.report(error, message, stack, secondary)
         if not secondary and here.launcher != "spawn":  # there the parent says it, once
             print(f"error: {rundir.describe_error(report)}", file=console, flush=True)
-        rundir.write_last_words(
-            watch.run, watch.run.error(watch.attempt, here.rank), json.dumps(report, indent=2) + "\n"
-        )
+        rundir.record_error(watch.run, watch.attempt, f"rank-{here.rank}", report)
         print(report["traceback"], file=log, flush=True)
         if here.rank == 0:
-            end_attempt(watch.run, watch.attempt, "failed", exit_code)
+            watch.end_attempt("failed", exit_code)
         if secondary:
             watch.hold()
-    except BaseException:
-        # a full disk must not keep this process alive: the exit code still tells
+    except BaseException:  # a full disk must not keep this process alive: the exit code still tells
         with contextlib.suppress(BaseException):
             traceback.print_exc(file=console)
     finally:

@@ -31,7 +31,7 @@ from pithtrain.spec import read_model  # noqa: E402
 
 def pithtrain(*arguments: str | Path) -> str:
     """A command's output; ends the script where it fails."""
-    command = [sys.executable, "-m", "pithtrain.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "pithtrain", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     for line in done.stderr.splitlines():
         if line.startswith("note: "):

@@ -29,7 +29,7 @@ def look(run: RunDir) -> jobs.State:
     except SlurmError as error:
         print(f"Slurm cannot be asked: {str(error).splitlines()[0]}")
         now, last = jobs.state(run, {}), rundir.last_attempt(run)
-        beats = (rundir.read_json(run.heartbeat) or {}).get("attempt") == now.attempt
+        beats = rundir.read_json(run.heartbeat).get("attempt") == now.attempt
         if last.get("end") is None and beats and silent(run) is None:
             return dataclasses.replace(now, word="running", alive=True, why=None)
         return now
@@ -38,7 +38,7 @@ def look(run: RunDir) -> jobs.State:
 def silent(run: RunDir) -> str | None:
     """How long the newest heartbeat is overdue, in words; None where it is not."""
     beat = rundir.read_json(run.heartbeat)
-    if beat is None:
+    if not beat:
         return None
     limits = load(run.spec_yaml).distributed
     limit = {"init": limits.init_timeout_s, "first_step": limits.train_timeout_s, "save": limits.save_timeout_s}

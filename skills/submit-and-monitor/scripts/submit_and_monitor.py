@@ -23,7 +23,7 @@ from pithtrain.spec import load  # noqa: E402
 
 def pithtrain(*arguments: str) -> str:
     """A command's output; ends the script where it fails."""
-    done = subprocess.run([sys.executable, "-m", "pithtrain.cli", *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "pithtrain", *arguments], capture_output=True, text=True)
     if done.returncode != 0:
         print(done.stdout + done.stderr, end="")
         first = (done.stderr.strip().splitlines() or ["no word"])[0].removeprefix("error: ")
