@@ -12,7 +12,6 @@ Their RMSNorms get the config's epsilon: DeepSeek's norms inside attention are b
 
 import math
 import re
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ import transformers
 from pydantic import BaseModel
 from torch import Tensor
 
-from harness import batches_of, distance, fields_of, play, single, tiny
+from harness import batches_of, distance, fields_of, play, single, tiny, variants
 from pithtrain import convert
 from pithtrain.build import Engine, build
 from pithtrain.errors import SpecError
@@ -39,7 +38,7 @@ from pithtrain.tape import forward, new_stats, run_forward
 from reference import Documents
 
 transformers.utils.logging.disable_progress_bar()
-LENGTH = 24  # tokens of a sequence: longer than any window of a TINY config
+LENGTH = 24  # tokens of a sequence: longer than any window of a tiny config
 TOLERANCE = 1e-5  # fp32, ||ours - theirs|| / ||theirs|| of a tensor
 
 
@@ -47,9 +46,9 @@ TOLERANCE = 1e-5  # fp32, ||ours - theirs|| / ||theirs|| of a tensor
 
 
 def configs(architecture: str) -> dict[str, ModelConfig]:
-    """TINY under "tiny", then each of VARIANTS, of a folder of models/ or one outside the package."""
+    """ "tiny", then each of the variants, of a folder of models/ or one outside the package."""
     found = {"tiny": tiny(architecture)}
-    for name, changes in sys.modules[load_config(architecture).__module__].VARIANTS.items():
+    for name, changes in variants(architecture).items():
         found[name] = read_model({"architecture": architecture, **fields_of(found["tiny"]), **changes}).config
     return found
 
@@ -319,8 +318,8 @@ def leaves(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool
 
 
 def untried(architecture: str) -> dict[str, set[str]]:
-    """Fields that have the same value in TINY and all of VARIANTS, though they could have another: there a constant in
-    our code would pass for the field. Nested fields by their path."""
+    """Fields that have the same value in the tiny config and all variants, though they could have another: there a
+    constant in our code would pass for the field. Nested fields by their path."""
     seen: dict[str, set[str]] = defaultdict(set)
     for config in configs(architecture).values():
         for path, value, pinned in leaves(cast(BaseModel, config)):

@@ -638,7 +638,7 @@ def test_case_131_what_was_trained_in_fp32_keeps_its_bits(source: Path, in_bf16:
 
 LOSSY = """
 from pithtrain.models.contract import Parameter
-from pithtrain.models.qwen3_moe.config import IGNORED, TINY, Config as Base
+from pithtrain.models.qwen3_moe.config import IGNORED, Config as Base
 
 class Config(Base):
     def parameters(self):

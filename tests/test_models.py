@@ -1,7 +1,7 @@
 """Every folder of models/ keeps the contract and equals transformers' model: no table names them, this file walks them.
 
-Equal means logits, loss and every gradient within 1e-5 (relative 2-norm of a tensor) in fp32, for TINY and each of
-VARIANTS, which together give every field another value. `oracle.py` says how the two are compared.
+Equal means logits, loss and every gradient within 1e-5 (relative 2-norm of a tensor) in fp32, for the tiny config and
+each of its variants, which together give every field another value. `oracle.py` says how the two are compared.
 """
 
 import ast

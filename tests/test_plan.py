@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from harness import make_spec
+from harness import tiny as tiny_config
 from pithtrain.models.contract import Carried, ModelConfig, active_parameters, flops_per_token, head_flops, layer_flops
-from pithtrain.models.qwen3_moe.config import TINY, Config
+from pithtrain.models.qwen3_moe.config import Config
 from pithtrain.plan import SLACK, Plan, _ring, partition, plan
 from pithtrain.spec import RunSpec, load
 
@@ -28,6 +29,7 @@ def published(name: str) -> ModelConfig:
 
 
 QWEN3_30B = cast(Config, published("qwen3-30b-a3b-pp2-ep8"))
+TINY = cast(Config, tiny_config("qwen3_moe"))
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from harness import (
     run_mesh,
     single,
     steps_job,
+    variants,
 )
 from pithtrain import tape
 from pithtrain.build import build
-from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops import router
 from pithtrain.plan import _kept, partition
 from pithtrain.spec import RunSpec
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"architecture": "deepseek_v2", "moe": SEQ},
     "deepseek_v3": {
         "architecture": "deepseek_v2",
-        "model": VARIANTS["V3"],
+        "model": variants("deepseek_v2")["V3"],
         "moe": {**GLOBAL, "bias_update_rate": 0.01},
     },
     "gpt_oss": {"architecture": "gpt_oss", "moe": AUX},

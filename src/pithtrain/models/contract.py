@@ -1,10 +1,10 @@
 """What a model promises to the rest: its numbers without torch (`config.py`), its blocks with it (`model.py`).
 
-A model is one folder that holds exactly these two files; the spec names the folder (`model.architecture`), and nothing
-else knows of it. There is no table to add to. This page holds what a folder must define (`ModelConfig`, `ModelModule`),
-the rows of its tables (`Parameter`, `HfTensor`) and what writes them, the FLOPs of any model from the numbers of its
-layers, the rules by which text becomes a `Config` (and a section of the spec), and what imports a folder. `load_model`
-is the one function here that loads torch.
+A model is one folder with these two files and `tiny.yaml`; the spec names the folder (`model.architecture`), and
+nothing else knows of it. There is no table to add to. This page holds what a folder must define (`ModelConfig`,
+`ModelModule`), the rows of its tables (`Parameter`, `HfTensor`) and what writes them, the FLOPs of any model from the
+numbers of its layers, the rules by which text becomes a `Config` (and a section of the spec), and what imports a
+folder. `load_model` is the one function here that loads torch.
 
 A `config.py` defines
     Config   a frozen `Strict` model whose fields carry the Hugging Face names and which satisfies `ModelConfig`;
@@ -12,9 +12,10 @@ A `config.py` defines
              one `Problem` per broken rule, paths relative to the model
     IGNORED  {HF field: why it has no effect here}, with `NO_EFFECT` for the fields of every family; a field that is
              neither in Config nor here is refused
-    TINY     a Config of a few thousand parameters for tests
-    VARIANTS {what is different: HF fields}: changes of TINY that together give every field that the forward reads
-             another value; each is held against transformers
+`tiny.yaml` is for tests
+    tiny      a Config of a few thousand parameters
+    variants  {what is different: HF fields}: changes of it that together give every field that the forward reads
+              another value; each is held against transformers
 
 Worked example: the rows of expert weights are whole (every expert), a rank of `ep` ranks holds `shape[0] / ep` of them.
 

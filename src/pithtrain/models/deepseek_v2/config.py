@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 in numbers: Hugging Face fields, parameter table, FLOPs, a tiny size. No torch.
+"""DeepSeek-V2 and V3 in numbers: Hugging Face fields, parameter table, FLOPs. No torch.
 
 Pre-norm blocks; multi-head latent attention (keys and values come from one narrow latent per token, the rotary part
 of the key is shared by all heads); a feed-forward of routed experts plus shared ones that every token visits, dense in
@@ -18,9 +18,8 @@ H 2048, 16 heads of 128 + 64 and 128, latent 512, 6 of 64 experts of 1408 and tw
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
@@ -271,62 +270,3 @@ IGNORED = {
     "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim, whatever stands there",
     "auto_map": "names code in a model's folder, which is never run",
 }
-
-TINY = Config(
-    model_type="deepseek_v2",
-    vocab_size=128,
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    q_lora_rank=None,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    attention_bias=False,
-    intermediate_size=48,
-    moe_intermediate_size=16,
-    n_routed_experts=8,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    first_k_dense_replace=1,
-    scoring_func="softmax",
-    topk_method="greedy",
-    norm_topk_prob=False,
-    routed_scaling_factor=1.0,
-    rms_norm_eps=1e-6,
-    rope_parameters=Yarn(
-        rope_type="yarn",
-        rope_theta=1000.0,
-        factor=8.0,
-        original_max_position_embeddings=256,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        mscale=0.707,
-        mscale_all_dim=0.707,
-    ),
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-    initializer_range=0.02,
-)
-
-VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
-query latent, biases everywhere: {q_lora_rank: 24, attention_bias: true, mlp_bias: true}
-groups, factor, shared experts: {topk_method: group_limited_greedy, n_group: 4, topk_group: 2, num_experts_per_tok: 3,
-  routed_scaling_factor: 16.0, n_shared_experts: 2}
-V3: &V3 {model_type: deepseek_v3, scoring_func: sigmoid, topk_method: noaux_tc, n_group: 4, topk_group: 2,
-  q_lora_rank: 24, norm_topk_prob: true, routed_scaling_factor: 2.5}
-V3, one group, unnormalised, biases, halves: {<<: *V3, n_group: 1, topk_group: 1, norm_topk_prob: false,
-  attention_bias: true, rope_interleave: false, first_k_dense_replace: 0}
-eps: {<<: *V3, rms_norm_eps: 0.001}
-mscale 1, factor 40: {max_position_embeddings: 10240, rope_parameters: {rope_type: yarn, factor: 40.0,
-  rope_theta: 1000.0, original_max_position_embeddings: 256, beta_fast: 32.0, beta_slow: 1.0, mscale: 1.0,
-  mscale_all_dim: 1.0}}
-every YaRN number: {max_position_embeddings: 20480, rope_parameters: {rope_type: yarn, rope_theta: 500.0, factor: 40.0,
-  original_max_position_embeddings: 512, beta_fast: 16.0, beta_slow: 4.0, mscale: 1.0, mscale_all_dim: 0.8}}
-plain rope, tied head: {rope_parameters: {rope_type: default, rope_theta: 500.0}, tie_word_embeddings: true,
-  max_position_embeddings: 64}
-widths of heads: {hidden_size: 64, num_attention_heads: 8, num_key_value_heads: 8, qk_nope_head_dim: 16, v_head_dim: 12}
-every other size: {vocab_size: 96, num_hidden_layers: 5, first_k_dense_replace: 2, kv_lora_rank: 20,
-  qk_rope_head_dim: 4, intermediate_size: 40, moe_intermediate_size: 24, n_routed_experts: 4, initializer_range: 0.1}
-""")

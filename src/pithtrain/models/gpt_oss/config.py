@@ -1,4 +1,4 @@
-"""GPT-OSS in numbers: Hugging Face fields, parameter table, FLOPs, a tiny size. No torch.
+"""GPT-OSS in numbers: Hugging Face fields, parameter table, FLOPs. No torch.
 
 The family of gpt-oss-20b and -120b: pre-norm blocks; grouped-query attention with biases and a learned sink per head,
 every second layer over a window alone; rotary halves stretched by YaRN; in every layer routed experts with biases and
@@ -17,9 +17,8 @@ FLOPs per token (forward and backward, `6 x` the weights a token meets, plus the
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
-import yaml
 from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
@@ -215,47 +214,3 @@ def _stacked(info: Parameter) -> Iterator[HfTensor]:
 
 
 IGNORED = NO_EFFECT
-
-TINY = Config(
-    vocab_size=128,
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=16,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    sliding_window=3,
-    attention_bias=True,
-    rms_norm_eps=1e-5,
-    rope_parameters=Yarn(
-        rope_type="yarn",
-        rope_theta=150.0,
-        factor=4.0,
-        original_max_position_embeddings=16,
-        beta_fast=2.0,  # the bounds lie at 0.19 and 1.85 of the 4 pairs: one is mixed, and rounding moves it
-        beta_slow=0.25,
-        truncate=False,
-    ),
-    swiglu_limit=0.25,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    initializer_range=0.08,
-)
-
-VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
-window of 5, reversed order, slope: {sliding_window: 5, swiglu_alpha: 0.9,
-  layer_types: [full_attention, sliding_attention, sliding_attention, full_attention]}
-full attention, plain rope, no biases: {layer_types: [full_attention, full_attention, full_attention, full_attention],
-  rope_parameters: {rope_type: default, rope_theta: 500.0}, attention_bias: false}
-attention_factor of 1, rounded bounds, another base: {rope_parameters: {rope_type: yarn, rope_theta: 90.0, factor: 4.0,
-  original_max_position_embeddings: 16, beta_fast: 2.0, beta_slow: 0.25, truncate: true, attention_factor: 1.0}}
-factor, context, bounds: {max_position_embeddings: 2048, rope_parameters: {rope_type: yarn, rope_theta: 150.0,
-  factor: 32.0, original_max_position_embeddings: 64, beta_fast: 8.0, beta_slow: 1.0, truncate: false,
-  attention_factor: 1.4}}
-tied head, one key/value head: {tie_word_embeddings: true, num_key_value_heads: 1}
-eps, limit, other sizes: {vocab_size: 96, hidden_size: 24, num_hidden_layers: 5, num_attention_heads: 6, head_dim: 12,
-  intermediate_size: 20, num_local_experts: 4, num_experts_per_tok: 3, rms_norm_eps: 0.01, swiglu_limit: 0.6,
-  initializer_range: 0.1}
-""")

@@ -1,4 +1,4 @@
-"""Qwen3-MoE in numbers: Hugging Face fields, parameter table, FLOPs, a tiny size. No torch.
+"""Qwen3-MoE in numbers: Hugging Face fields, parameter table, FLOPs. No torch.
 
 The family of Qwen3-30B-A3B: pre-norm blocks; grouped-query attention with RMSNorm per head on q and k before the
 rotary embedding (halves); a feed-forward of routed SwiGLU experts behind a softmax router, or a dense SwiGLU in the
@@ -14,9 +14,8 @@ FLOPs per token (forward and backward, `6 x` the weights a token meets, plus the
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 
 from pithtrain.models.contract import (
@@ -156,33 +155,3 @@ IGNORED = {
     "sliding_window": "use_sliding_window, which has to be false, decides",
     "max_window_layers": "use_sliding_window, which has to be false, decides",
 }
-
-TINY = Config(
-    vocab_size=128,
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    moe_intermediate_size=16,
-    num_experts=8,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-    mlp_only_layers=(0,),
-    rms_norm_eps=1e-6,
-    rope_parameters=PlainRope(rope_type="default", rope_theta=10000.0),
-    tie_word_embeddings=False,
-    initializer_range=0.02,
-)
-
-VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
-tied head: {tie_word_embeddings: true, initializer_range: 0.05}
-biases, no renormalisation: {attention_bias: true, norm_topk_prob: false, max_position_embeddings: 64}
-every second layer MoE, wide heads: {mlp_only_layers: [], decoder_sparse_step: 2, head_dim: 16}
-eps, rope base, top-4: {rms_norm_eps: 0.001, rope_parameters: {rope_type: default, rope_theta: 500.0},
-  num_experts_per_tok: 4}
-one key/value head: {num_key_value_heads: 1, mlp_only_layers: [1, 3], max_position_embeddings: 4096}
-other sizes: {vocab_size: 96, hidden_size: 48, num_hidden_layers: 3, num_attention_heads: 6, intermediate_size: 40,
-  moe_intermediate_size: 24, num_experts: 6}
-""")
