@@ -29,7 +29,7 @@ from harness import batches_of, distance, fields_of, play, single, tiny, variant
 from pithtrain import convert
 from pithtrain.build import Engine, build
 from pithtrain.errors import SpecError
-from pithtrain.models.contract import ModelConfig, load_config, load_ignored
+from pithtrain.models.contract import ModelConfig, load_config
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import Segment, accumulate_dtype
 from pithtrain.ops.parts import Part
@@ -274,16 +274,15 @@ class FieldUse(NamedTuple):
 
 def fields(architecture: str, config: ModelConfig) -> Iterator[FieldUse]:
     """Every field of transformers' config class and every key of `hf_config()`, tried where no list names it."""
-    owner = cast(type[BaseModel], load_config(architecture))
-    ignored = load_ignored(architecture)
+    owner = load_config(architecture)
     theirs = hf_config(config).to_dict()
     for name in sorted({*theirs, *config.hf_config()}):
         if name in owner.model_fields:
             one = owner.model_fields[name]
             pinned = is_pinned(owner, name)
             yield FieldUse(name, "one value" if pinned else "read", one.description or "")
-        elif name in ignored:
-            yield FieldUse(name, "ignored", ignored[name])
+        elif name in owner.IGNORED:
+            yield FieldUse(name, "ignored", owner.IGNORED[name])
         else:
             value = {**theirs, **config.hf_config()}[name]
             given = {"architecture": architecture, **fields_of(config), name: value}

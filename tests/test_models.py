@@ -36,7 +36,7 @@ from oracle import (
 from pithtrain import convert
 from pithtrain.build import EMBEDDING, FINAL_NORM, HEAD, build
 from pithtrain.errors import SpecError
-from pithtrain.models.contract import ModelConfig, architectures, load_config, load_ignored, load_model
+from pithtrain.models.contract import ModelConfig, architectures, load_config, load_model
 from pithtrain.spec import from_dict, read_model
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
@@ -102,7 +102,7 @@ def test_its_table_is_complete_and_consistent(name: str) -> None:
             assert (info.layer is None) == (not info.name.startswith("model.layers.")), info
             assert info.update == "gradient" or (info.fp32 and not info.decay), info
         assert {info.layer for info in table} >= set(range(config.num_hidden_layers))
-        assert load_ignored(name).keys().isdisjoint(type(config).__annotations__)
+        assert config.IGNORED.keys().isdisjoint(type(config).model_fields)
         moe = sum(config.is_moe(layer) for layer in range(config.num_hidden_layers))
         assert len(routers(config)) == moe > 0, "this file knows a router by being a matrix in fp32"
 

@@ -336,7 +336,7 @@ def test_the_exchanges_of_cut_sequences() -> None:
     lines += ["training.sequence_length=256", "training.compute_dtype=float32"]
     spec = tiny(*lines, "slurm.links.p2p={latency_us: 50, gb_s: 2}")
     config, numbers = spec.model.config, 2 * 2 * 32
-    assert config.carried(0) == Carried(numbers) and plan(spec).tokens_per_rank == 128
+    assert config.carried(0) == Carried(2 * 4 * 32, numbers) and plan(spec).tokens_per_rank == 128
     layer = 10 * 0.05 + 10 * 128 * numbers * 4 / 2e6
     times = spec.num_micro_batches * config.num_hidden_layers
     assert plan(spec).communication_ms == pytest.approx({"ring": times * layer})

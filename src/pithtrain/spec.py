@@ -40,7 +40,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from pydantic.fields import FieldInfo
 
 from pithtrain.errors import ABSENT, Problem, SpecError, show
-from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, load_ignored, only
+from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, only
 
 Count = Annotated[Integer, Field(ge=0)]
 Coefficient = Annotated[float, Field(ge=0)]
@@ -104,7 +104,7 @@ class Mesh:
         return pp, dp, cp, ep
 
 
-class ModelSection(Strict, arbitrary_types_allowed=True):
+class ModelSection(Strict):
     """Which model, and its numbers. In YAML the HF fields stand beside `architecture`, or in `config_file`."""
 
     architecture: str = Field(description="a folder of pithtrain/models, or the path of one outside the package")
@@ -112,7 +112,7 @@ class ModelSection(Strict, arbitrary_types_allowed=True):
 
     @pydantic.model_serializer
     def _inline(self) -> dict[str, object]:
-        return {"architecture": self.architecture, **cast(Strict, self.config).model_dump(mode="json")}
+        return {"architecture": self.architecture, **self.config.model_dump(mode="json")}
 
 
 class ParallelismSection(Strict):
@@ -871,7 +871,7 @@ def _fields(owner: type[Strict], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, info in owner.model_fields.items():
         yield prefix + name, info.description or ""
         for kind in get_args(info.annotation) if info.discriminator else (info.annotation,):
-            if isinstance(kind, type) and issubclass(kind, Strict):
+            if isinstance(kind, type) and issubclass(kind, Strict) and kind is not ModelConfig:  # `read_model` adds it
                 yield from _fields(kind, f"{prefix}{name}.")
 
 
@@ -943,16 +943,15 @@ def read_model(value: object, known: dict[str, str] | None = None) -> ModelSecti
         raise SpecError([Problem("model.architecture", architecture, rule)])
     if "/" in architecture:
         architecture = str(_absolute(architecture))
-    config_class = load_config(architecture)
-    owner = cast(type[Strict], config_class)
+    owner = load_config(architecture)
     known.update(_fields(owner, "model."))
     file = fields.pop("config_file", None)
     content = {} if file is None else _read_file(Path(str(file)), "model.config_file")
     try:
         # what stands in the spec wins over the file
-        fields = config_class.canonical({**config_class.canonical(content), **fields})
-        read = {key: item for key, item in fields.items() if key not in load_ignored(architecture)}
-        return ModelSection(architecture=architecture, config=cast(ModelConfig, owner.model_validate(read)))
+        fields = owner.canonical({**owner.canonical(content), **fields})
+        read = {key: item for key, item in fields.items() if key not in owner.IGNORED}
+        return ModelSection(architecture=architecture, config=owner.model_validate(read))
     except SpecError as error:  # rules over several fields, paths relative to the model
         problems = [replace(problem, path=f"model.{problem.path}") for problem in error.problems]
     except ValidationError as error:

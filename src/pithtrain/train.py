@@ -40,7 +40,7 @@ from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
 from pithtrain.data import Dataset
 from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
 from pithtrain.events import Events, Metrics, layer_load
-from pithtrain.models.contract import causal_keys, flops_per_token
+from pithtrain.models.contract import active_parameters, causal_keys
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.parts import Part, chunks, to_device
@@ -176,7 +176,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         tokens = training.global_batch_size * training.sequence_length
         position = Position(step, position.samples + training.global_batch_size, position.tokens + tokens)
         meter.stepped(step, result)
-        meter.flops += 0.0 if events is None else _flops(spec, batches)
+        meter.attention_flops += 0.0 if events is None else _attention_flops(spec, batches)
 
         stop, requested, writing = agreed()
         last = stop or step == training.max_steps
@@ -511,7 +511,7 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
 class _Meter:
     """What adds up: clocks between two log lines, on the host; skipped steps since the start, on the device: how many,
     and which was the first, with the z of its routers on this rank; and steps without a label since the last line.
-    `flops`: per token, of each step, on rank 0."""
+    `attention_flops`: per token, of each step, on rank 0."""
 
     skips: Tensor
     z_L: Tensor
@@ -519,10 +519,16 @@ class _Meter:
     steps: int = 0
     data_wait_s: float = 0.0
     stall_s: float = 0.0
-    flops: float = 0.0
+    attention_flops: float = 0.0
 
     def restart(self) -> None:
-        self.since, self.steps, self.data_wait_s, self.stall_s, self.flops = time.perf_counter(), 0, 0.0, 0.0, 0.0
+        self.since, self.steps, self.data_wait_s, self.stall_s, self.attention_flops = (
+            time.perf_counter(),
+            0,
+            0.0,
+            0.0,
+            0.0,
+        )
 
     def stalled(self, seconds: float) -> None:
         self.stall_s += seconds
@@ -544,8 +550,8 @@ def _first_bad_router(z_L: Tensor, world: World) -> str:
     return world.from_rank_zero("" if layer is None else f" (non-finite router logits, layer {layer}, rank {ranks})")
 
 
-def _flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
-    """FLOPs per token, forward and backward, as the documents of these micro-batches have it."""
+def _attention_flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
+    """FLOPs per token of attention's core, forward and backward, as the documents of these micro-batches have it."""
     config, length = spec.model.config, spec.training.sequence_length
     lengths: Counter[int] = Counter()
     for batch in batches:
@@ -558,9 +564,8 @@ def _flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
         seen = sum(count * n * causal_keys(n, window) for n, count in lengths.items())
         return seen / (len(batches) * spec.training.micro_batch_size * length)
 
-    layers = range(config.num_hidden_layers)  # a token of a document of one sees one key
-    more = (config.attention_flops(layer, 1) * (keys(config.carried(layer).window) - 1) for layer in layers)
-    return flops_per_token(config, 1) + sum(more)
+    layers = map(config.carried, range(config.num_hidden_layers))
+    return sum(6 * layer.widths * keys(layer.window) for layer in layers)
 
 
 def _log(
@@ -590,7 +595,7 @@ def _log(
     balanced = bool(moe) and spec.moe.load_balance_type != "none"
     tokens_per_step = training.global_batch_size * training.sequence_length
     rate = meter.steps * tokens_per_step / elapsed
-    flops = rate * meter.flops / meter.steps / world.mesh.size
+    flops = rate * (6 * active_parameters(config) + meter.attention_flops / meter.steps) / world.mesh.size
     peak = _peak_flops(world.device)
     line = Metrics(
         step=position.step,
