@@ -362,7 +362,9 @@ def test_a_checkpoint_without_counts_begins_with_even_shares(corpus: Path, tmp_p
         with single(first) as world:
             engine = build(first, world)
             about = {**train._about(first, RunDir(tmp_path), None), "tokenizer": content["tokenizer"]}
-            train._resume(first, RunDir(tmp_path), engine, None, Watch(RunDir(tmp_path), 1, 0), about)
+            run_dir = RunDir(tmp_path)
+            job = train.Job(first, run_dir, world, None, Watch(run_dir, 1, 0))
+            train._resume(job, engine, about)
             seen.append(engine.counts_LE.tolist())
     assert seen == [counts, [[0] * V3.num_experts] * V3.num_hidden_layers] and any(counts[MOE[0]])
 
