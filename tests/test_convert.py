@@ -633,13 +633,13 @@ def test_case_131_what_was_trained_in_fp32_keeps_its_bits(source: Path, in_bf16:
 
 
 LOSSY = """
-from pithtrain.models.contract import Parameter
+from pithtrain.models.contract import vector
 from pithtrain.models.qwen3_moe.config import Config as Base
 
 class Config(Base):
     def parameters(self):
-        biases = [Parameter(f"model.layers.{n}.mlp.gate.balance", (self.num_experts,), "dense", "zeros", 0.0, n,
-                            decay=False, fp32=True) for n in range(self.num_hidden_layers) if self.is_moe(n)]
+        biases = [vector(f"model.layers.{n}.mlp.gate.balance", (self.num_experts,), "zeros", n)
+                  for n in range(self.num_hidden_layers) if self.is_moe(n)]
         return (*super().parameters(), *biases)
 
     def hf_tensors(self):

@@ -13,8 +13,7 @@ nothing else knows of it. There is no table to add to. This page holds what all 
 
 Worked example: the rows of expert weights are whole (every expert), a rank of `ep` ranks holds `shape[0] / ep` of them.
 
-    Parameter("model.layers.1.mlp.experts.down_proj", (8, 64, 48), "expert", "normal", 0.02, layer=1, decay=True,
-              fp32=False)
+    Parameter("model.layers.1.mlp.experts.down_proj", (8, 64, 48), "normal", 0.02, layer=1, fp32=False)
 """
 
 import importlib
@@ -50,14 +49,22 @@ class Parameter:
 
     name: str  # canonical: the HF name, experts stacked per layer and projection
     shape: tuple[int, ...]  # whole, unsharded
-    kind: Literal["dense", "expert"]  # expert: dim 0 is the expert
     init: Literal["normal", "ones", "zeros"]
     std: float  # of the normal; 0 otherwise
     layer: int | None  # None: embedding, final norm, head
-    decay: bool  # weight decay applies: matrices only
     fp32: bool  # kept in fp32 in compute: 1-D parameters and the router
     update: Literal["gradient", "load"] = "gradient"  # load: no gradient; a selection bias that follows expert load
     exact: bool = False  # multiplied in compute dtype whatever the run's `fp8` says
+
+    @property
+    def kind(self) -> Literal["dense", "expert"]:
+        """expert: dim 0 is the expert."""
+        return "expert" if ".experts." in self.name else "dense"
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay applies: to matrices only."""
+        return self.init == "normal"
 
     @property
     def size(self) -> int:
@@ -99,25 +106,23 @@ class HfTensor:
     mxfp4: bool = False  # a file may hold NAME_blocks and NAME_scales, [E, out, in] in 4 bits: read, never written
 
 
-def _kind(name: str) -> Literal["dense", "expert"]:
-    return "expert" if ".experts." in name else "dense"
-
-
-def matrix(name: str, shape: tuple[int, ...], std: float, layer: int | None, fp32: bool = False) -> Parameter:
+def matrix(
+    name: str, shape: tuple[int, ...], std: float, layer: int | None, *, fp32: bool = False, exact: bool = False
+) -> Parameter:
     """A row for a matrix; one with `.experts.` in its name is the experts' own, stacked."""
-    return Parameter(name, shape, _kind(name), "normal", std, layer, decay=True, fp32=fp32)
+    return Parameter(name, shape, "normal", std, layer, fp32, exact=exact)
 
 
 def vector(name: str, shape: tuple[int, ...], init: Literal["ones", "zeros"], layer: int | None) -> Parameter:
     """A row for a norm's gain (ones) or a bias (zeros), one per expert too: fp32, no weight decay."""
-    return Parameter(name, shape, _kind(name), init, 0.0, layer, decay=False, fp32=True)
+    return Parameter(name, shape, init, 0.0, layer, fp32=True)
 
 
 def linear(
     name: str, shape: tuple[int, int], std: float, layer: int, *, bias: bool, fp32: bool = False, exact: bool = False
 ) -> Iterator[Parameter]:
     """Rows of `x W^T (+ b)`: NAME.weight [out, in] and, with `bias`, NAME.bias [out]."""
-    yield replace(matrix(f"{name}.weight", shape, std, layer, fp32), exact=exact)
+    yield matrix(f"{name}.weight", shape, std, layer, fp32=fp32, exact=exact)
     if bias:
         yield vector(f"{name}.bias", shape[:1], "zeros", layer)
 
