@@ -143,12 +143,12 @@ def gradients_of(model: Any, config: ModelConfig, folder: Path) -> dict[str, Ten
 
 def logits_of(engine: Engine, tokens: Tensor, documents: Documents | None = None) -> Tensor:
     """[B, S, V] in the accumulate dtype: both chunks of a one-rank pipeline, then the last norm and the head here."""
-    first, last = engine.pipeline._stages
+    first, last = engine.pipeline.stages
     assert last.head is not None
     layers, experts = engine.counts_LE.shape
     wide = accumulate_dtype(engine.dtype)
     stats = new_stats(layers, experts, engine.world.device, wide)
-    part, traffic = Part(*tokens.shape, engine.world.device, documents=documents), engine.pipeline._traffic
+    part, traffic = Part(*tokens.shape, engine.world.device, documents=documents), engine.pipeline.traffic
     h, _ = run_forward(forward(first, tokens, part, traffic, None, stats))
     assert h is not None
     h, _ = run_forward(forward(replace(last, embedding=None, head=None), h, part, traffic, None, stats))

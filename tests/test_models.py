@@ -113,7 +113,7 @@ def test_a_step_reaches_every_parameter(name: str, label: str) -> None:
     spec = spec_of(name, configs(name)[label])
     with single(spec) as world:
         engine = build(spec, world)
-        for stage in engine.pipeline._stages:
+        for stage in engine.pipeline.stages:
             for layer in stage.layers:
                 assert (layer.experts is not None) == spec.model.config.is_moe(layer.index)
         result = train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)

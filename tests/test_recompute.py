@@ -146,11 +146,11 @@ def kept(spec: RunSpec) -> int:
     """Bytes that the first half of the layers keeps of one micro-batch."""
     with single(spec) as world, torch.no_grad():
         engine = build(spec, world)
-        stage, traffic = engine.pipeline._stages[0], engine.pipeline._traffic
+        stage, traffic = engine.pipeline.stages[0], engine.pipeline.traffic
         config, (batch, *_) = spec.model.config, batches_of(spec, engine, 0)
         stats = tape.new_stats(config.num_hidden_layers, config.num_experts, world.device, torch.float32)
         with Alive() as alive:
-            left = tape.run_forward(tape.forward(stage, batch.tokens, engine.pipeline._part, traffic, None, stats))[1]
+            left = tape.run_forward(tape.forward(stage, batch.tokens, engine.pipeline.part, traffic, None, stats))[1]
             assert left.entries
             return alive.bytes()
 

@@ -6,9 +6,7 @@
 
 All ranks put their shards of master, exp_avg and exp_avg_sq (a master alone where there is no gradient), as DTensors of
 the whole shape, into `step-00000100.partial`; rank 0 then adds checkpoint.json and one rename makes the checkpoint
-visible. Experts are one [E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by
-dp x cp x ep. Loading cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters,
-rounded.
+visible. Loading cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
 
 A save in its order, where `async_save` moves the last part behind the next steps:
 
@@ -17,8 +15,7 @@ A save in its order, where `async_save` moves the last part behind the next step
     write      files, fsync, marker, rename; then what retention no longer keeps is deleted
 
 The sums (`fingerprint`) are what makes a load exact or an error: a checkpoint that does not give its sums back is
-passed over for the one before. Moments of the other dtype (fp32, bf16) are rounded to the nearest once the sums were
-compared. docs/checkpoint-format.md has the format, and what a resume takes and refuses.
+passed over for the one before. docs/checkpoint-format.md has the format, and what a resume takes and refuses.
 
 Cost: 12 bytes per parameter written (8 with bf16 moments), each exactly once over all ranks, and as much host memory
 for the whole run. One H200 and the 52 GB of the six-layer Qwen3 bench: sums and copy 1.1 s, write at the disk's own
@@ -119,12 +116,12 @@ class Saver:
         zero: Zero,
         world: World,
         about: dict[str, Any],
-        *,
         asynchronous: bool = False,
         keep_last: int | None = None,
         keep_interval: int | None = None,
     ):
-        """`about`: what checkpoint.json says of the run (JSON values), beside the position and the tensors."""
+        """`about`: what checkpoint.json says of the run (JSON values), beside the position and the tensors. The others
+        as in the spec."""
         self._checkpoints, self._zero, self._world, self._about = checkpoints, zero, world, about
         self.asynchronous, self._keep = asynchronous, (keep_last, keep_interval)
         # a synchronous save of a GPU too: threads that read the device as they write are half as fast

@@ -56,29 +56,21 @@ class _Step:
     flying: list[tuple[dist.Work, list[Tensor]]] = field(default_factory=list[tuple[dist.Work, list[Tensor]]])
 
 
+@dataclass
 class Pipeline:
-    """This rank's two stages and the actions it plays with them each step."""
+    """This rank's two stages and the actions it plays with them each step. Needs micro_batches >= 2 pp."""
 
-    def __init__(
-        self,
-        world: World,
-        stages: tuple[Stage, Stage],
-        traffic: Traffic,
-        hidden_shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        micro_batches: int,
-        part: Part | None,
-    ):
-        """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. `part`: that of all micro-batches; None: each has
-        its own. Needs micro_batches >= 2 pp."""
-        self._world = world
-        self._stages = stages
-        self._traffic = traffic
-        self._hidden_shape = hidden_shape
-        self._dtype = dtype
-        self._part = part
-        self._actions: list[Action] = dualpipev(world.mesh.pp, world.pp, micro_batches)
-        self._last = world.pp == world.mesh.pp - 1
+    world: World
+    stages: tuple[Stage, Stage]
+    traffic: Traffic
+    hidden_shape: tuple[int, int, int]  # [mbs, S, H] of a message
+    dtype: torch.dtype  # of a message
+    micro_batches: int
+    part: Part | None  # that of all micro-batches; None: each has its own
+
+    def __post_init__(self) -> None:
+        self.actions: list[Action] = dualpipev(self.world.mesh.pp, self.world.pp, self.micro_batches)
+        self._last = self.world.pp == self.world.mesh.pp - 1
 
     @torch.no_grad()
     def step(self, batches: Sequence[MicroBatch], scale: Tensor, stats: Stats) -> None:
@@ -89,7 +81,7 @@ class Pipeline:
         `scale`: one over the valid tokens of the global batch, a device scalar.
         """
         step = _Step(batches, scale, stats)
-        for action in self._actions:
+        for action in self.actions:
             self._communicate(step, action.before)
             if action.op == "W":
                 bundle = step.aside.popleft()
@@ -116,7 +108,7 @@ class Pipeline:
 
     def _forward(self, step: _Step, fwd: tuple[int, int]) -> Generator[None, None, tuple[Tensor | None, Tape]]:
         phase, micro_batch = fwd
-        stage = self._stages[phase]
+        stage = self.stages[phase]
         batch = step.batches[micro_batch] if step.batches else MicroBatch(None, None)
         x = batch.tokens if stage.embedding is not None else step.incoming.pop((f"F{phase}", micro_batch))
         labels = None
@@ -124,9 +116,9 @@ class Pipeline:
             assert batch.labels is not None, "pipeline rank 0 has the labels"
             labels = Labels(batch.labels, step.scale)
         assert x is not None, "pipeline rank 0 has the tokens"
-        part = self._part if batch.part is None else batch.part
+        part = self.part if batch.part is None else batch.part
         assert part is not None, "documents are known on every rank, or each stage would mask others"
-        return forward(stage, x, part, self._traffic, labels, step.stats)
+        return forward(stage, x, part, self.traffic, labels, step.stats)
 
     def _forward_done(self, step: _Step, fwd: tuple[int, int], result: tuple[Tensor | None, Tape]) -> None:
         phase, micro_batch = fwd
@@ -139,7 +131,7 @@ class Pipeline:
 
     def _backward(self, step: _Step, bwd: tuple[int, int]) -> Generator[Closures, None, Tensor | None]:
         phase, micro_batch = bwd
-        stage = self._stages[phase]
+        stage = self.stages[phase]
         dh = None if stage.head is not None else step.incoming.pop((f"B{phase}", micro_batch))
         return backward(stage, step.tapes.pop(bwd), dh)
 
@@ -159,14 +151,14 @@ class Pipeline:
         sent: list[Tensor] = []
         for message in messages:
             key = (message.kind, message.chunk)
-            peer = self._world.pp_peer(message.peer)
+            peer = self.world.pp_peer(message.peer)
             if message.send:
                 sent.append(step.outgoing.pop(key).contiguous())
-                ops.append(dist.P2POp(dist.isend, sent[-1], peer, self._world.pp_group))
+                ops.append(dist.P2POp(dist.isend, sent[-1], peer, self.world.pp_group))
             else:
-                buffer = torch.empty(self._hidden_shape, dtype=self._dtype, device=self._world.device)
+                buffer = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.world.device)
                 step.incoming[key] = buffer
-                ops.append(dist.P2POp(dist.irecv, buffer, peer, self._world.pp_group))
+                ops.append(dist.P2POp(dist.irecv, buffer, peer, self.world.pp_group))
         step.flying.extend((work, sent) for work in dist.batch_isend_irecv(ops))
 
     def _wait(self, step: _Step) -> None:

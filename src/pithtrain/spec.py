@@ -4,14 +4,11 @@ Why one strict spec. A run that trains on a default because a key was mistyped c
 string becomes a number, and what cannot work is refused here, on a login node, in 0.2 s and without torch.
 
 - **Text.** YAML 1.2's core rules: `1e-4` is a float, `off` and `12:30` are strings, `true` is no number. A key given
-  twice is refused with both lines. Whole-number fields take `1e3` as well. `--set` and config.json are read alike.
-- **Types.** pydantic, frozen and strict, unknown keys refused with the nearest valid one or the section it belongs to.
-  Relative paths are taken against the caller's directory and stored absolute.
+  twice is refused with both lines. `--set` and config.json are read alike.
 - **A place.** `slurm.profile` names a file of `slurm/` with the facts of a cluster, which lie below what the spec and
   `--set` say. The resolved spec holds the result and needs that file no more.
-- **Rules.** The arithmetic between sections is in functions whose parameters are the sections they read, so that a
-  mistake in one section does not hide those in others. A check never changes what it checks.
-- **Not built yet.** Keys of features to come exist, made by `_later`; any other value than their "off" is refused.
+- **Rules** between sections are functions whose parameters are the sections they read, so that a mistake in one section
+  does not hide those in others. A check never changes what it checks.
 
 Worked example, a mesh of four ranks with 16 sequences a step, one per micro-batch:
 

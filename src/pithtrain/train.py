@@ -150,15 +150,8 @@ def _run(job: Job) -> Outcome:
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
     meter = _Meter(torch.zeros(3, device=world.device), z_L)
     keys = spec.checkpoint
-    saver = Saver(
-        job.run_dir.checkpoints,
-        engine.zero,
-        world,
-        about,
-        asynchronous=keys.async_save,
-        keep_last=keys.keep_last,
-        keep_interval=keys.keep_interval,
-    )
+    options = keys.async_save, keys.keep_last, keys.keep_interval
+    saver = Saver(job.run_dir.checkpoints, engine.zero, world, about, *options)
     saves = _Saves(job, engine, saver, meter, position.step)
     stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
     if not stop and position.step < training.max_steps:

@@ -5,15 +5,9 @@ of the key is shared by all heads); a feed-forward of routed experts plus shared
 the first layers. `model_type` decides the router: V2 a softmax, plain top-k or within the best groups; V3 a sigmoid
 whose choice, never its weights, is moved by a bias that follows the load.
 
-FLOPs per token count forward and backward, `6 * in * out` per matmul that the token visits, and attention's core as
-`6 * heads * (d_qk + d_v)` per visible key, causal. Worked example, DeepSeek-V2-Lite (27 layers, the first one dense,
-H 2048, 16 heads of 128 + 64 and 128, latent 512, 6 of 64 experts of 1408 and two shared, vocabulary 102400) at 4096:
-
-    attention  16*192 H + 576 H + 512*16*256 + 16*128 H =  13.8 M weights, core 6 * 16 * 320 * 2048.5 = 62.9 MFLOP
-    dense      3 * 10944 H                              =  67.2 M
-    MoE        (6 + 2) * 3 * 1408 H + 64 H              =  69.3 M
-    27 x (6 x 13.8 M + 62.9 M) + 6 x (67.2 M + 26 x 69.3 M) + 6 x 209.7 M (head) = 16.407 GFLOP; 15.71 B parameters,
-    of which 2.451 B meet a token.
+FLOPs per token (forward and backward, `6 x` the weights a token meets, plus the attention core): for V2-Lite at 4096
+tokens 27 x (6 x 13.8 M + 62.9 M) + 6 x (67.2 M dense + 26 x 69.3 M MoE) + 6 x 209.7 M (head) = 16.407 GFLOP; 15.71 B
+parameters, of which 2.451 B meet a token.
 """
 
 from collections.abc import Iterator, Mapping
