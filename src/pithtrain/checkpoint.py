@@ -59,15 +59,6 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
 THREADS = 4  # files of a rank, written and read at once: one thread does 1.5 GB/s, and disks do more
 SHOWN_S = 30.0  # how long a network file system may take to show one host what another wrote
-UNTOLD = {
-    "run": "",
-    "spec_hash": None,
-    "model": {},
-    "tokenizer": None,
-    "tokenizer_path": None,
-    "data": None,
-    "expert_counts": None,
-}
 SUMMED = 1 << 24  # elements summed at once: torch widens them to 64 bits in a copy
 
 Shards = Iterable[tuple[str, Sharded, Tensor]]  # key, parameter, this rank's rows of one of its tensors
@@ -269,7 +260,7 @@ def _marker(
     tensors: Mapping[str, Any],
 ) -> dict[str, Any]:
     facts = {"updates": updates, "mesh": mesh, "torch": torch.__version__, "saved_at": int(time.time())}
-    return {"kind": kind, **asdict(position), **UNTOLD, **about, **facts, "tensors": tensors}
+    return {"kind": kind, **asdict(position), **about, **facts, "tensors": tensors}
 
 
 def _require_files(partial: Path) -> list[str]:
