@@ -8,6 +8,7 @@ sends was produced by it alone, and is kept until its batch has been waited for.
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -91,17 +92,18 @@ class Pipeline:
             self._wait(step)
             fwd, bwd = action.fwd, action.bwd
             if fwd and bwd:
-                out, dx = overlap(self._forward(step, fwd), self._backward(step, bwd), run_now)
-                self._forward_done(step, fwd, out)
-                self._backward_done(step, bwd, dx)
+                (h, step.tapes[fwd]), dx = overlap(self._forward(step, fwd), self._backward(step, bwd), run_now)
+                self._hand_on(step, "F", fwd, h)
+                self._hand_on(step, "B", bwd, dx)
             elif fwd:
-                self._forward_done(step, fwd, run_forward(self._forward(step, fwd)))
+                h, step.tapes[fwd] = run_forward(self._forward(step, fwd))
+                self._hand_on(step, "F", fwd, h)
             elif bwd:
                 bundle: Closures = []
                 dx = run_backward(self._backward(step, bwd), bundle.extend if action.op == "b" else run_now)
                 if action.op == "b":
                     step.aside.append(bundle)
-                self._backward_done(step, bwd, dx)
+                self._hand_on(step, "B", bwd, dx)
         self._wait(step)
         left = (step.incoming, step.outgoing, step.tapes, step.aside)
         assert not any(left), f"a step left {[len(x) for x in left]} inputs, outputs, tapes and bundles behind"
@@ -120,28 +122,21 @@ class Pipeline:
         assert part is not None, "documents are known on every rank, or each stage would mask others"
         return forward(stage, x, part, self.traffic, labels, step.stats)
 
-    def _forward_done(self, step: _Step, fwd: tuple[int, int], result: tuple[Tensor | None, Tape]) -> None:
-        phase, micro_batch = fwd
-        h, step.tapes[fwd] = result
-        if phase == 0 and self._last:
-            assert h is not None, "stage P-1 is not the model's last"
-            step.incoming["F1", micro_batch] = h  # the turn: stage P is on this rank
-        elif h is not None:
-            step.outgoing[f"F{phase}", micro_batch] = h
-
     def _backward(self, step: _Step, bwd: tuple[int, int]) -> Generator[Closures, None, Tensor | None]:
         phase, micro_batch = bwd
         stage = self.stages[phase]
         dh = None if stage.head is not None else step.incoming.pop((f"B{phase}", micro_batch))
         return backward(stage, step.tapes.pop(bwd), dh)
 
-    def _backward_done(self, step: _Step, bwd: tuple[int, int], dx: Tensor | None) -> None:
-        phase, micro_batch = bwd
-        if phase == 1 and self._last:
-            assert dx is not None, "stage P is not the model's first"
-            step.incoming["B0", micro_batch] = dx  # the turn
-        elif dx is not None:
-            step.outgoing[f"B{phase}", micro_batch] = dx
+    def _hand_on(self, step: _Step, direction: Literal["F", "B"], at: tuple[int, int], out: Tensor | None) -> None:
+        """What a forward or a backward gives, to whom it is for: nobody at the model's ends; this rank itself at the
+        turn, from stage P-1 to P and back."""
+        phase, micro_batch = at
+        if self._last and phase == (direction == "B"):
+            assert out is not None, "the turn is no end of the model"
+            step.incoming[f"{direction}{1 - phase}", micro_batch] = out
+        elif out is not None:
+            step.outgoing[f"{direction}{phase}", micro_batch] = out
 
     def _communicate(self, step: _Step, messages: tuple[P2P, ...]) -> None:
         """Launch one grouped batch, in the schedule's order: messages of a pair of ranks match first in, first out."""
