@@ -169,13 +169,7 @@ def initialise(zero: Zero, seed: int) -> None:
 
 
 def _build_stage(
-    spec: RunSpec,
-    world: World,
-    stage: int,
-    last: int,
-    layers: tuple[int, ...],
-    zero: Zero,
-    counts_LE: Tensor,
+    spec: RunSpec, world: World, stage: int, last: int, layers: tuple[int, ...], zero: Zero, counts_LE: Tensor
 ) -> Stage:
     config, training, weights = spec.model.config, spec.training, zero.weights
     module = load_model(spec.model.architecture)
@@ -199,11 +193,8 @@ def compile_regions(
     layers: list[Layer], head: Head | None, hidden: tuple[int, int, int], dtype: torch.dtype, tables: Tensor
 ) -> tuple[list[Layer], Head | None]:
     """The same layers and head with their regions compiled. Experts and edges are ragged and never are, nor is
-    attention: its documents are, and its ring waits. `hidden`: [mbs, S, H]. `tables`: rotary.
-
-    One graph per kind of region: more than COMPILED_GRAPHS of them, or a graph that breaks, is an error and never a
-    silent fall back to eager.
-    """
+    attention: its documents are, and its ring waits. More than COMPILED_GRAPHS graphs, or one that breaks, is an error
+    and never a silent fall back to eager. `hidden`: [mbs, S, H]. `tables`: rotary."""
     torch._dynamo.config.recompile_limit = COMPILED_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     compiled_call = torch.compile(call, fullgraph=True, dynamic=False)

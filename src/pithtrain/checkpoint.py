@@ -265,9 +265,7 @@ def _marker(
 
 def _require_files(partial: Path) -> list[str]:
     """The names of all files of a checkpoint, once this host sees them: a network file system may show them late.
-
-    Raises OSError for one that it does not see, such as one on another host's own disk.
-    """
+    Raises OSError for one that it does not see, such as one on another host's own disk."""
     stored = FileSystemReader(partial).read_metadata().storage_data
     ends: dict[str, int] = {".metadata": 1}
     for each in stored.values():
@@ -364,11 +362,9 @@ def as_hex(total: int) -> str:
 
 def load(path: Path, zero: Zero, world: World, content: Marker) -> Position:
     """Read masters and optimizer state into this rank's shards, whatever mesh wrote them; publish the weights.
-
-    `content`: what `catalog.read` answered. Raises, on all ranks: DamagedError where the files do not give back what
-    was saved, CheckpointError where they belong to another user or hold another dtype, RunFailed where the disk does
-    not answer.
-    """
+    `content`: the marker. Raises, on all ranks: DamagedError where the files do not give back what was saved,
+    CheckpointError where they belong to another user or hold another dtype, RunFailed where the disk does not
+    answer."""
     _require_own(path)
     ours = {str(one.master.dtype).removeprefix("torch.") for one in zero.sharded.values()}
     theirs = {one["dtype"] for key, one in content["tensors"].items() if key.startswith("master/")}
@@ -433,11 +429,8 @@ def _is_disk(failure: tuple[BaseException, Any]) -> bool:
 
 
 class _Writer(FileSystemWriter):
-    """torch's, with the shards of a rank in several files that are written at once.
-
-    Its own `thread_count` does that too, and loses the error of every thread but the calling one: what a full disk cut
-    off would count as written.
-    """
+    """torch's, with the shards of a rank in several files that are written at once. Its own `thread_count` does that
+    too, and loses the error of every thread but the calling one: what a full disk cut off would count as written."""
 
     def __init__(self, path: Path):
         super().__init__(path, per_thread_copy_ahead=0)  # nothing is on a device here
@@ -504,11 +497,9 @@ class Reader:
         self._reader.set_up_storage_reader(self._metadata, True)
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor `key`, "master/NAME" for instance, in its stored shape (experts [E * out, in]).
-
-        Memory: the tensor, and the largest piece of it that a rank wrote. Raises DamagedError where it cannot be read
-        or its sum is not the one that was saved.
-        """
+        """The tensor `key`, "master/NAME" for instance, in its stored shape (experts [E * out, in]). Memory: the
+        tensor, and the largest piece of it that a rank wrote. Raises DamagedError where it cannot be read or its sum is
+        not the one that was saved."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata) or key not in self.content["tensors"]:
             raise CheckpointError(f"{self.path} holds no tensor {key}")
@@ -601,10 +592,8 @@ def _state(zero: Zero, world: World, shards: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _mesh(world: World, kind: str, device: str) -> DeviceMesh:
-    """The ranks that share a kind of parameter on this stage: dense one axis, experts (ep, dp x cp).
-
-    Only coordinates are read from it, no collective runs on it, so it gets no process groups of its own.
-    """
+    """The ranks that share a kind of parameter on this stage: dense one axis, experts (ep, dp x cp). Only coordinates
+    are read from it, no collective runs on it, so it gets no process groups of its own."""
     m = world.mesh
     data = [(dp, cp) for dp in range(m.dp) for cp in range(m.cp)]
     if kind == "expert":

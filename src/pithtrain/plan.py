@@ -47,9 +47,8 @@ Cut = tuple[float, tuple[tuple[int, int], ...]]
 
 
 def _search(layers: Sequence[float], head: float, pp: int, cap: float, pairs: bool) -> Cut | None:
-    """The best cut with no rank above `cap`: by the slowest rank, or (`pairs`) by the sum of squares above.
-
-    None when there is no cut under this cap. Costs are FLOPs; layers are numbered from the front."""
+    """The best cut with no rank above `cap`, in FLOPs: by the slowest rank, or (`pairs`) by the sum of squares above.
+    None when there is no cut under this cap."""
     before = [0.0, *itertools.accumulate(layers)]
 
     @functools.cache
@@ -80,9 +79,8 @@ def _search(layers: Sequence[float], head: float, pp: int, cap: float, pairs: bo
 
 
 def partition(config: ModelConfig, pp: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
-    """The layers of each of the 2 pp stages: contiguous, in order, every layer once; a stage may be empty.
-
-    Rank r owns stages r and 2 pp - 1 - r. `sequence_length` in tokens weighs attention against the rest."""
+    """The layers of each of the 2 pp stages, in order; a stage may be empty. `sequence_length` in tokens weighs
+    attention against the rest."""
     layers = [layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers)]
     head = head_flops(config)
     cap = max((sum(layers) + head) / pp, head, *layers) * (1 + 1e-9)  # no cut has a faster slowest rank

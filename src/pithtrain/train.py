@@ -366,11 +366,9 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
 
 
 def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
-    """One over the valid tokens of the global batch, a device scalar, the same on all ranks; 0 if there is none.
-
-    Summed over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of
-    the step before, and a sum on them would wait for all of these.
-    """
+    """One over the valid tokens of the global batch, a device scalar, the same on all ranks; 0 if there is none. Summed
+    over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of the step
+    before, and a sum on them would wait for all of these."""
     world = engine.world
     valid = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
@@ -405,11 +403,8 @@ def read_batches(dataset: Dataset | None, spec: RunSpec, world: World, samples: 
 
 
 def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, step: int) -> float:
-    """The rate of step `step`, counted from 1. Warm-up is linear from peak / warmup_steps to peak.
-
-    linear and cosine reach min_lr at `decay_steps` (default max_steps), warm-up included; wsd falls linearly to min_lr
-    over the last `decay_steps` of max_steps.
-    """
+    """The rate of step `step`, counted from 1, as `LrSchedulerSection` has it. Warm-up is linear from peak /
+    warmup_steps to peak, and wsd's decay is linear."""
     decay = schedule.decay_steps or max_steps
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
@@ -423,10 +418,8 @@ def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, ste
 
 
 def _resume(job: Job, engine: Engine, about: dict[str, Any]) -> Position:
-    """Load the checkpoint to go on from; the beginning where there is none.
-
-    Rank 0 chooses and checks, since on a shared file system ranks may see different folders for a while.
-    """
+    """Load the checkpoint to go on from; the beginning where there is none. Rank 0 chooses and checks, since on a
+    shared file system ranks may see different folders for a while."""
     spec, world, checkpoints = job.spec, job.world, job.run_dir.checkpoints
 
     def report(reason: str) -> None:

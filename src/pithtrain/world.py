@@ -141,10 +141,8 @@ def all_gather(part: Tensor, whole: Tensor, group: Group) -> dist.Work | None:
 
 @contextmanager
 def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSection) -> Iterator[World]:
-    """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU).
-
-    Raises CapacityError when this process has no device of its own.
-    """
+    """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU). Raises
+    CapacityError when this process has no device of its own."""
     device = _device(place, device_type)
     alone, limit = mesh.size == 1, datetime.timedelta(seconds=timeouts.init_timeout_s)
     if alone:  # torch's checkpoint wants a process group even then; this one has no network and no peer

@@ -227,9 +227,7 @@ def rename(fields: dict[str, object], other: str, ours: str) -> None:
 def one_rope(fields: dict[str, object], theta_alone: bool = True) -> dict[str, object]:
     """`rope_scaling` and `rope_theta`, which stood beside the other fields before transformers 5, moved into
     `rope_parameters`, and `type` to `rope_type` there; a null is as good as absent. -> `rope_parameters`.
-
-    `theta_alone`: a base without either mapping means no scaling. Raises SpecError where two of them differ.
-    """
+    `theta_alone`: a base without either mapping means no scaling. Raises SpecError where two of them differ."""
     given = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name) is not None}
     if not all(isinstance(values, dict) for values in given.values()):
         return {}  # refused for its type
@@ -250,20 +248,15 @@ NO_EFFECT = {
     "architectures": "model.architecture names the code",
     "transformers_version": "says who wrote the file",
     "_name_or_path": "says where the file came from",
-    "dtype": "the compute type comes from training.compute_dtype",
-    "torch_dtype": "the compute type comes from training.compute_dtype",
+    **dict.fromkeys(("dtype", "torch_dtype"), "the compute type comes from training.compute_dtype"),
     "use_cache": "training keeps no key/value cache",
-    "bos_token_id": "special tokens come from the tokenizer",
-    "eos_token_id": "special tokens come from the tokenizer",
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), "special tokens come from the tokenizer"),
     "pad_token_id": "the token corpus holds no padding",
-    "output_router_logits": "balance coefficients come from moe",
-    "router_aux_loss_coef": "balance coefficients come from moe",
-    "output_attentions": "what a forward returns is no matter of training",
-    "output_hidden_states": "what a forward returns is no matter of training",
-    "return_dict": "what a forward returns is no matter of training",
-    "id2label": "labels of a classifier",
-    "label2id": "labels of a classifier",
-    "problem_type": "labels of a classifier",
+    **dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), "balance coefficients come from moe"),
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "return_dict"), "what a forward returns is no matter of training"
+    ),
+    **dict.fromkeys(("id2label", "label2id", "problem_type"), "labels of a classifier"),
     "chunk_size_feed_forward": "memory of inference",
     "is_encoder_decoder": "the architecture is a decoder",
 }
