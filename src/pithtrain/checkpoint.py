@@ -436,17 +436,11 @@ class _Writer(FileSystemWriter):
         super().__init__(path, per_thread_copy_ahead=0)  # nothing is on a device here
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        parts: list[list[WriteItem]] = [[] for _ in range(THREADS)]
-        sizes = [0] * THREADS
-        for item in sorted(plan.items, key=_item_size, reverse=True):
-            part = sizes.index(min(sizes))
-            parts[part].append(item)
-            sizes[part] += _item_size(item)
+        items = sorted(plan.items, key=_item_size, reverse=True)
         prefix, write = plan.storage_data, super().write_data
         plans = [
-            replace(plan, items=items, storage_data=replace(prefix, prefix=f"{prefix.prefix}{part}"))
-            for part, items in enumerate(parts)
-            if items
+            replace(plan, items=items[part::THREADS], storage_data=replace(prefix, prefix=f"{prefix.prefix}{part}"))
+            for part in range(min(THREADS, len(items)))
         ]
         with ThreadPoolExecutor(THREADS) as pool:
             running = [pool.submit(write, part, planner) for part in plans]

@@ -70,9 +70,9 @@ def _key(default: Any, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, **limits)
 
 
-def _later(default: Any, description: str, *built: Any, **limits: Any) -> Any:
-    """A key of a feature to come: any value but its default, and those of its values that are `built`, is refused."""
-    return _key(default, description, json_schema_extra={"built": [default, *built]}, **limits)
+def _later(default: Any, description: str, **limits: Any) -> Any:
+    """A key of a feature to come: any value but its default is refused."""
+    return _key(default, description, json_schema_extra={"later": True}, **limits)
 
 
 @dataclass(frozen=True)
@@ -760,12 +760,10 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
 
 def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], prefix: str = "") -> Problems:
     for name, value in values.items():
-        later = cast("dict[str, list[object]] | None", fields[name].json_schema_extra)
         if isinstance(value, Strict):
             yield from _check_built(dict(value), type(value).model_fields, f"{prefix}{name}.")
-        elif later and value not in later["built"]:
-            hint = f"use {' or '.join(map(show, later['built']))}"
-            yield Problem(f"{prefix}{name}", value, "is not implemented yet", hint)
+        elif fields[name].json_schema_extra and value != fields[name].default:
+            yield Problem(f"{prefix}{name}", value, "is not implemented yet", f"use {show(fields[name].default)}")
 
 
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
