@@ -637,10 +637,10 @@ from pithtrain.models.contract import vector
 from pithtrain.models.qwen3_moe.config import Config as Base
 
 class Config(Base):
-    def parameters(self):
-        biases = [vector(f"model.layers.{n}.mlp.gate.balance", (self.num_experts,), "zeros", n)
-                  for n in range(self.num_hidden_layers) if self.is_moe(n)]
-        return (*super().parameters(), *biases)
+    def layer_parameters(self, layer):
+        yield from super().layer_parameters(layer)
+        if self.is_moe(layer):
+            yield vector("mlp.gate.balance", (self.num_experts,), "zeros")
 
     def hf_tensors(self):
         return tuple(row for row in super().hf_tensors() if not row.name.endswith("balance"))

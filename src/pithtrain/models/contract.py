@@ -13,7 +13,7 @@ nothing else knows of it. There is no table to add to. This page holds what all 
 
 Worked example: the rows of expert weights are whole (every expert), a rank of `ep` ranks holds `shape[0] / ep` of them.
 
-    Parameter("model.layers.1.mlp.experts.down_proj", (8, 64, 48), "normal", 0.02, layer=1, fp32=False)
+    Parameter("model.layers.1.mlp.experts.down_proj", (8, 64, 48), "normal", fp32=False, layer=1, std=0.02)
 """
 
 import importlib
@@ -50,9 +50,9 @@ class Parameter:
     name: str  # canonical: the HF name, experts stacked per layer and projection
     shape: tuple[int, ...]  # whole, unsharded
     init: Literal["normal", "ones", "zeros"]
-    std: float  # of the normal; 0 otherwise
-    layer: int | None  # None: embedding, final norm, head
     fp32: bool  # kept in fp32 in compute: 1-D parameters and the router
+    layer: int | None = None  # None: embedding, final norm, head
+    std: float = 0.0  # of the normal; 0 otherwise
     update: Literal["gradient", "load"] = "gradient"  # load: no gradient; a selection bias that follows expert load
     exact: bool = False  # multiplied in compute dtype whatever the run's `fp8` says
 
@@ -106,43 +106,38 @@ class HfTensor:
     mxfp4: bool = False  # a file may hold NAME_blocks and NAME_scales, [E, out, in] in 4 bits: read, never written
 
 
-def matrix(
-    name: str, shape: tuple[int, ...], std: float, layer: int | None, *, fp32: bool = False, exact: bool = False
-) -> Parameter:
+def matrix(name: str, shape: tuple[int, ...], *, fp32: bool = False, exact: bool = False) -> Parameter:
     """A row for a matrix; one with `.experts.` in its name is the experts' own, stacked."""
-    return Parameter(name, shape, "normal", std, layer, fp32, exact=exact)
+    return Parameter(name, shape, "normal", fp32, exact=exact)
 
 
-def vector(name: str, shape: tuple[int, ...], init: Literal["ones", "zeros"], layer: int | None) -> Parameter:
+def vector(name: str, shape: tuple[int, ...], init: Literal["ones", "zeros"]) -> Parameter:
     """A row for a norm's gain (ones) or a bias (zeros), one per expert too: fp32, no weight decay."""
-    return Parameter(name, shape, init, 0.0, layer, fp32=True)
+    return Parameter(name, shape, init, fp32=True)
 
 
 def linear(
-    name: str, shape: tuple[int, int], std: float, layer: int, *, bias: bool, fp32: bool = False, exact: bool = False
+    name: str, shape: tuple[int, int], *, bias: bool, fp32: bool = False, exact: bool = False
 ) -> Iterator[Parameter]:
     """Rows of `x W^T (+ b)`: NAME.weight [out, in] and, with `bias`, NAME.bias [out]."""
-    yield matrix(f"{name}.weight", shape, std, layer, fp32=fp32, exact=exact)
+    yield matrix(f"{name}.weight", shape, fp32=fp32, exact=exact)
     if bias:
-        yield vector(f"{name}.bias", shape[:1], "zeros", layer)
+        yield vector(f"{name}.bias", shape[:1], "zeros")
 
 
-def mlp(name: str, hidden: int, width: int, std: float, layer: int, *, bias: bool = False) -> Iterator[Parameter]:
+def mlp(name: str, hidden: int, width: int, *, bias: bool = False) -> Iterator[Parameter]:
     """Rows of a dense SwiGLU: NAME.gate_proj and NAME.up_proj [width, H], NAME.down_proj [H, width]."""
     for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-        yield from linear(f"{name}.{part}_proj", shape, std, layer, bias=bias)
+        yield from linear(f"{name}.{part}_proj", shape, bias=bias)
 
 
-def experts(
-    name: str, shape: tuple[int, int, int], std: float, layer: int, *, bias: bool = False
-) -> Iterator[Parameter]:
-    """Rows of E routed SwiGLU experts of width I, `shape` = (E, H, I): NAME.gate_up_proj [E, 2I, H], whose gate rows
-    come before those of up, and NAME.down_proj [E, H, I]; with `bias` one for each expert and either product."""
-    count, hidden, width = shape
+def experts(name: str, count: int, hidden: int, width: int, *, bias: bool = False) -> Iterator[Parameter]:
+    """Rows of E routed SwiGLU experts of width I: NAME.gate_up_proj [E, 2I, H], gate rows before those of up, and
+    NAME.down_proj [E, H, I]; with `bias` one for each expert and either product."""
     for part, (out, into) in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
-        yield matrix(f"{name}.{part}_proj", (count, out, into), std, layer)
+        yield matrix(f"{name}.{part}_proj", (count, out, into))
         if bias:
-            yield vector(f"{name}.{part}_proj_bias", (count, out), "zeros", layer)
+            yield vector(f"{name}.{part}_proj_bias", (count, out), "zeros")
 
 
 class Carried(NamedTuple):
@@ -324,7 +319,7 @@ class ModelConfig(Strict):
 
     @abstractmethod
     def layer_parameters(self, layer: int) -> Iterator[Parameter]:
-        """The rows of one layer."""
+        """The rows of one layer, by their names in it: `parameters` adds place and std."""
 
     @abstractmethod
     def carried(self, layer: int) -> Carried:
@@ -334,13 +329,14 @@ class ModelConfig(Strict):
         """Every parameter of the model once, embedding first, then the layers in order, then norm and head. A tied head
         is the embedding and has no row."""
         words = (self.vocab_size, self.hidden_size)
-        table = [matrix("model.embed_tokens.weight", words, self.initializer_range, None)]
+        table = [matrix("model.embed_tokens.weight", words)]
         for layer in range(self.num_hidden_layers):
-            table.extend(self.layer_parameters(layer))
-        table.append(vector("model.norm.weight", words[1:], "ones", None))
+            for row in self.layer_parameters(layer):
+                table.append(replace(row, name=f"model.layers.{layer}.{row.name}", layer=layer))
+        table.append(vector("model.norm.weight", words[1:], "ones"))
         if not self.tie_word_embeddings:
-            table.append(matrix("lm_head.weight", words, self.initializer_range, None))
-        return tuple(table)
+            table.append(matrix("lm_head.weight", words))
+        return tuple(replace(row, std=self.initializer_range) if row.init == "normal" else row for row in table)
 
     def expert_files(self, info: Parameter) -> Iterator[HfTensor]:
         """A parameter of kind "expert" as the family's files have it. Here as most are published: one [out, in] matrix
@@ -406,13 +402,12 @@ class GroupedQueryConfig(ModelConfig):
         """Keys that a query of this layer (from 0) sees, its own included; None: all before it."""
         return None
 
-    def projections(self, layer: int) -> Iterator[Parameter]:
+    def projections(self) -> Iterator[Parameter]:
         """Rows of q, k, v and o."""
         H, D = self.hidden_size, self.head_dim
         q, kv = self.num_attention_heads * D, self.num_key_value_heads * D
         for name, shape in (("q", (q, H)), ("k", (kv, H)), ("v", (kv, H)), ("o", (H, q))):
-            name = f"model.layers.{layer}.self_attn.{name}_proj"
-            yield from linear(name, shape, self.initializer_range, layer, bias=self.attention_bias)
+            yield from linear(f"self_attn.{name}_proj", shape, bias=self.attention_bias)
 
     def carried(self, layer: int) -> Carried:
         D = self.head_dim

@@ -165,25 +165,24 @@ class Config(ModelConfig):
         yield "o_proj", H, heads * self.v_head_dim, True
 
     def layer_parameters(self, layer: int) -> Iterator[Parameter]:
-        H, E, I, std = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size, self.initializer_range  # noqa: E741
-        prefix = f"model.layers.{layer}"
-        yield vector(f"{prefix}.input_layernorm.weight", (H,), "ones", layer)
+        H, E, I = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size  # noqa: E741
+        yield vector("input_layernorm.weight", (H,), "ones")
         for name, out, width, biased in self._projections():
             bias = biased and self.attention_bias
             latent = name.startswith("kv_")  # narrow, and what all keys and values are made of, on whatever rank
-            yield from linear(f"{prefix}.self_attn.{name}", (out, width), std, layer, bias=bias, exact=latent)
+            yield from linear(f"self_attn.{name}", (out, width), bias=bias, exact=latent)
         if self.q_lora_rank is not None:
-            yield vector(f"{prefix}.self_attn.q_a_layernorm.weight", (self.q_lora_rank,), "ones", layer)
-        yield vector(f"{prefix}.self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), "ones", layer)
-        yield vector(f"{prefix}.post_attention_layernorm.weight", (H,), "ones", layer)
+            yield vector("self_attn.q_a_layernorm.weight", (self.q_lora_rank,), "ones")
+        yield vector("self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), "ones")
+        yield vector("post_attention_layernorm.weight", (H,), "ones")
         if not self.is_moe(layer):
-            yield from mlp(f"{prefix}.mlp", H, self.intermediate_size, std, layer, bias=self.mlp_bias)
+            yield from mlp("mlp", H, self.intermediate_size, bias=self.mlp_bias)
             return
-        yield matrix(f"{prefix}.mlp.gate.weight", (E, H), std, layer, fp32=True)
+        yield matrix("mlp.gate.weight", (E, H), fp32=True)
         if self.sigmoid:
-            yield replace(vector(f"{prefix}.mlp.gate.e_score_correction_bias", (E,), "zeros", layer), update="load")
-        yield from experts(f"{prefix}.mlp.experts", (E, H, I), std, layer)
-        yield from mlp(f"{prefix}.mlp.shared_experts", H, self.n_shared_experts * I, std, layer, bias=self.mlp_bias)
+            yield replace(vector("mlp.gate.e_score_correction_bias", (E,), "zeros"), update="load")
+        yield from experts("mlp.experts", E, H, I)
+        yield from mlp("mlp.shared_experts", H, self.n_shared_experts * I, bias=self.mlp_bias)
 
     def hf_config(self) -> dict[str, Any]:
         """Null too where HF's default is a number; the rope's scaling under its old name too, for the published code

@@ -118,14 +118,13 @@ class Config(GroupedQueryConfig):
         return self.sliding_window if types[layer] == "sliding_attention" else None
 
     def layer_parameters(self, layer: int) -> Iterator[Parameter]:
-        H, E, std = self.hidden_size, self.num_experts, self.initializer_range
-        prefix = f"model.layers.{layer}"
-        yield vector(f"{prefix}.input_layernorm.weight", (H,), "ones", layer)
-        yield from self.projections(layer)
-        yield vector(f"{prefix}.self_attn.sinks", (self.num_attention_heads,), "zeros", layer)
-        yield vector(f"{prefix}.post_attention_layernorm.weight", (H,), "ones", layer)
-        yield from linear(f"{prefix}.mlp.router", (E, H), std, layer, bias=True, fp32=True)
-        yield from experts(f"{prefix}.mlp.experts", (E, H, self.intermediate_size), std, layer, bias=True)
+        H, E = self.hidden_size, self.num_experts
+        yield vector("input_layernorm.weight", (H,), "ones")
+        yield from self.projections()
+        yield vector("self_attn.sinks", (self.num_attention_heads,), "zeros")
+        yield vector("post_attention_layernorm.weight", (H,), "ones")
+        yield from linear("mlp.router", (E, H), bias=True, fp32=True)
+        yield from experts("mlp.experts", E, H, self.intermediate_size, bias=True)
 
     def expert_files(self, info: Parameter) -> Iterator[HfTensor]:
         """Stacked, in x out where ours are out x in, gate and up in turns; the release has them in 4 bits."""

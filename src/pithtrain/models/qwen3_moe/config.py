@@ -74,15 +74,14 @@ class Config(GroupedQueryConfig):
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def layer_parameters(self, layer: int) -> Iterator[Parameter]:
-        H, E, std = self.hidden_size, self.num_experts, self.initializer_range
-        prefix = f"model.layers.{layer}"
-        yield vector(f"{prefix}.input_layernorm.weight", (H,), "ones", layer)
-        yield from self.projections(layer)
-        yield vector(f"{prefix}.self_attn.q_norm.weight", (self.head_dim,), "ones", layer)
-        yield vector(f"{prefix}.self_attn.k_norm.weight", (self.head_dim,), "ones", layer)
-        yield vector(f"{prefix}.post_attention_layernorm.weight", (H,), "ones", layer)
+        H, E = self.hidden_size, self.num_experts
+        yield vector("input_layernorm.weight", (H,), "ones")
+        yield from self.projections()
+        yield vector("self_attn.q_norm.weight", (self.head_dim,), "ones")
+        yield vector("self_attn.k_norm.weight", (self.head_dim,), "ones")
+        yield vector("post_attention_layernorm.weight", (H,), "ones")
         if self.is_moe(layer):
-            yield matrix(f"{prefix}.mlp.gate.weight", (E, H), std, layer, fp32=True)
-            yield from experts(f"{prefix}.mlp.experts", (E, H, self.moe_intermediate_size), std, layer)
+            yield matrix("mlp.gate.weight", (E, H), fp32=True)
+            yield from experts("mlp.experts", E, H, self.moe_intermediate_size)
         else:
-            yield from mlp(f"{prefix}.mlp", H, self.intermediate_size, std, layer)
+            yield from mlp("mlp", H, self.intermediate_size)
