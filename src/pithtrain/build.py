@@ -71,7 +71,7 @@ def compute_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
     wanted = spec.training.compute_dtype
     if wanted == "auto":
         wanted = "bfloat16" if device.type == "cuda" else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[wanted]
+    return getattr(torch, wanted)
 
 
 def build(spec: RunSpec, world: World) -> Engine:
@@ -104,8 +104,7 @@ def build(spec: RunSpec, world: World) -> Engine:
     if not spec.data.document_mask:
         part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)
     pipeline = Pipeline(world, (built[0], built[1]), traffic, _hidden(spec), dtype, spec.num_micro_batches, part)
-    o = spec.optimizer
-    adam = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay)
+    adam = AdamW(spec.optimizer.betas, spec.optimizer.eps, spec.optimizer.weight_decay)
     return Engine(world, zero, pipeline, adam, dtype, held, counts_LE, transport)
 
 

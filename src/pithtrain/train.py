@@ -570,16 +570,15 @@ def _attention_flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
 def _log(job: Job, meter: _Meter, position: Position, lr: float, result: StepResult) -> None:
     """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
     spec, world, events, config, training = job.spec, job.world, job.events, job.spec.model.config, job.spec.training
-    stats, layers = result.stats, config.num_hidden_layers
+    stats = result.stats
     sums = stats.loss.view(1), stats.head_z.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
     total = world.sum(torch.cat([each.to(torch.float64) for each in sums]))
     if events is None:
         return
-    loss, head_z, *rest = total.tolist()
+    (loss,), (head_z,), balance_L, z_L, counts = (part.tolist() for part in total.cpu().split([len(x) for x in sums]))
     elapsed = time.perf_counter() - meter.since
-    moe = [layer for layer in range(layers) if config.is_moe(layer)]
-    first_count, experts = 2 * layers, config.num_experts
-    loads = [layer_load(layer, [int(n) for n in rest[first_count + layer * experts :][:experts]]) for layer in moe]
+    moe, experts = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)], config.num_experts
+    loads = [layer_load(layer, [int(n) for n in counts[layer * experts :][:experts]]) for layer in moe]
     every = spec.logging.expert_load_interval
     line_before = (position.step - 1) // spec.logging.interval * spec.logging.interval  # whether we wrote it or not
     whole = every is not None and position.step // every > line_before // every
@@ -592,8 +591,8 @@ def _log(job: Job, meter: _Meter, position: Position, lr: float, result: StepRes
         step=position.step,
         tokens_seen=position.tokens,
         loss=loss,
-        aux_loss=sum(rest[layer] for layer in moe) / len(moe) if balanced else None,
-        router_z_loss=sum(rest[layers + layer] for layer in moe) / len(moe) if moe and spec.moe.z_loss_coef else None,
+        aux_loss=sum(balance_L[layer] for layer in moe) / len(moe) if balanced else None,
+        router_z_loss=sum(z_L[layer] for layer in moe) / len(moe) if moe and spec.moe.z_loss_coef else None,
         head_z_loss=head_z if training.z_loss_coef else None,
         lr=lr,
         grad_norm=result.norm.item(),
