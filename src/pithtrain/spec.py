@@ -525,13 +525,12 @@ def _check_lr(lr_scheduler: LrSchedulerSection, optimizer: OptimizerSection, tra
 
 def _check_moe(moe: MoeSection) -> Problems:
     kind, coef = moe.load_balance_type, moe.aux_loss_coef
-    if (kind == "none") == (coef > 0):
-        off = (
-            "has no effect with load_balance_type: none",
-            "set moe.load_balance_type=aux_loss, or the coefficient to 0",
-        )
-        on = f"load_balance_type: {kind} needs a coefficient above 0", "0.001 is usual"
-        yield Problem("moe.aux_loss_coef", coef, *(off if coef else on))
+    if kind == "none" and coef:
+        hint = "set moe.load_balance_type=aux_loss, or the coefficient to 0"
+        yield Problem("moe.aux_loss_coef", coef, "has no effect with load_balance_type: none", hint)
+    elif kind != "none" and not coef:
+        rule = f"load_balance_type: {kind} needs a coefficient above 0"
+        yield Problem("moe.aux_loss_coef", coef, rule, "0.001 is usual")
 
 
 def _check_transport(
@@ -642,12 +641,9 @@ def _check_host_memory(
     per_parameter = 12 if optimizer.moments_dtype == "float32" else 8
     need = per_parameter * sum(parameter.size for parameter in model.config.parameters()) / slurm.nodes
     if need > have:
-        rule = (
-            f"is less than the {need / 2**30:.1f} GiB of each node that a checkpoint is copied to before it is written"
-        )
-        yield Problem(
-            "slurm.mem", slurm.mem, rule, f"give {math.ceil(1.3 * need / 2**30)}G or more, or 0 for all of it"
-        )
+        gib = need / 2**30
+        rule = f"is less than the {gib:.1f} GiB of each node that a checkpoint is copied to before it is written"
+        yield Problem("slurm.mem", slurm.mem, rule, f"give {math.ceil(1.3 * gib)}G or more, or 0 for all of it")
 
 
 def _check_beginning(init_from: Path | None, resume: str) -> Problems:
@@ -704,8 +700,10 @@ SECRET = re.compile(  # in a line of shell; a value that begins with $ or ` is r
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
     """Every string in it, by its path."""
-    if isinstance(value, str):
-        yield path, value
+    if isinstance(value, str | Path):
+        yield path, str(value)
+    elif isinstance(value, Strict):
+        yield from _texts(dict(value), path)
     elif isinstance(value, tuple):
         yield from _texts(dict(enumerate(cast("tuple[object]", value))), path)
     elif isinstance(value, dict):
@@ -721,11 +719,8 @@ def _secret(path: str) -> Problem:
 def _check_words(output_dir: Path, init_from: Path | None, data: DataSection, logging: LoggingSection) -> Problems:
     if "%" in str(output_dir) or "\\" in str(output_dir):
         yield Problem("output_dir", output_dir, "holds a % or a \\, which Slurm reads as its own in file names")
-    places = {f"data.sources.{number}.path": str(source.path) for number, source in enumerate(data.sources)}
-    for path, text in [
-        *_texts(places | {"output_dir": str(output_dir), "init_from": str(init_from)}, ""),
-        *_texts(dict(logging.wandb), "logging.wandb"),
-    ]:
+    told = {"output_dir": output_dir, "init_from": init_from, "data": data, "logging": logging}
+    for path, text in _texts(told, ""):
         if SECRET.search(text):
             yield _secret(path.lstrip("."))
 
@@ -751,7 +746,7 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
             yield Problem(f"slurm.additional_parameters.{key}", value, "is ours to set", hint)
         elif value is False or not isinstance(value, str | int | float):
             yield Problem(f"slurm.additional_parameters.{key}", value, "must be a string, a number or true")
-    for path, text in _texts(dict(slurm), "slurm"):
+    for path, text in _texts(slurm, "slurm"):
         if SECRET_NAME.fullmatch(path.rpartition(".")[2]) or SECRET.search(text):
             yield _secret(path)
         elif not (re.sub(r"[\t\n]", "", text) if path.startswith("slurm.setup") else text).isprintable():
