@@ -390,12 +390,8 @@ class GroupedQueryConfig(ModelConfig):
 
     def rules(self) -> Iterator[Rule]:
         yield from super().rules()
-        heads = self.num_attention_heads
-        yield (
-            "num_key_value_heads",
-            heads % self.num_key_value_heads == 0,
-            f"must divide num_attention_heads = {heads}",
-        )
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        yield "num_key_value_heads", heads % shared == 0, f"must divide num_attention_heads = {heads}"
         yield "head_dim", self.head_dim % 2 == 0, "must be even: the rotary embedding turns two halves"
 
     def window(self, layer: int) -> int | None:
@@ -417,9 +413,8 @@ class GroupedQueryConfig(ModelConfig):
 def causal_keys(sequence_length: int, window: int | None = None) -> float:
     """Keys that a query sees, its own included, in the mean over a sequence; `window` ends there too."""
     s = sequence_length
-    if window is None or window >= s:
-        return (s + 1) / 2
-    return (window * (window + 1) / 2 + (s - window) * window) / s
+    w = s if window is None else min(window, s)
+    return (w * (w + 1) / 2 + (s - w) * w) / s
 
 
 def layer_flops(config: ModelConfig, layer: int, sequence_length: int) -> float:
