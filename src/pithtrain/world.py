@@ -1,18 +1,8 @@
 """Where this rank stands: its rank, device, mesh coordinates, and one process group per axis and class of traffic.
 
 Axes, outer to inner: pp, dp, cp, ep. Operations on one communicator run in launch order, so traffic that may be in
-flight at the same time has a communicator of its own (ENGINE.md section 1):
-
-    pp              activations and their gradients, point to point
-    ep_fwd, ep_bwd  expert exchange forward and backward: the same ranks twice
-    cp              keys and values round the ranks that share a sequence, counts of its routers
-    dense           ranks that share the dense parameters of a stage: dp x cp x ep
-    expert          ranks that share the same experts: dp x cp
-    control         all ranks, on CPU: flags, checkpoint agreement
-    save            all ranks, on CPU: a checkpoint that is written behind the steps
-    world           all ranks, on the device: the gradient norm and the step's statistics
-
-A group of size 1 is None and its operations return their input. Every rank creates every group, in one order.
+flight at the same time has a communicator of its own (ENGINE.md section 1), a field of `World`. A group of size 1 is
+None and its operations return their input. Every rank creates every group, in one order.
 """
 
 import datetime
@@ -61,15 +51,15 @@ class World:
     cp: int
     ep: int
     device: torch.device
-    control_group: Group
-    save_group: Group
-    world_group: Group
-    pp_group: Group
-    ep_fwd_group: Group
-    ep_bwd_group: Group
-    cp_group: Group
-    dense_group: Group
-    expert_group: Group
+    control_group: Group  # all ranks, on CPU: flags, checkpoint agreement
+    save_group: Group  # all ranks, on CPU: a checkpoint that is written behind the steps
+    world_group: Group  # all ranks, on the device: the gradient norm and the step's statistics
+    pp_group: Group  # activations and their gradients, point to point
+    ep_fwd_group: Group  # expert exchange forward
+    ep_bwd_group: Group  # and backward: the same ranks
+    cp_group: Group  # keys and values round the ranks that share a sequence, counts of its routers
+    dense_group: Group  # ranks that share the dense parameters of a stage: dp x cp x ep
+    expert_group: Group  # ranks that share the same experts: dp x cp
 
     @property
     def data_rank(self) -> int:
