@@ -606,7 +606,7 @@ def test_case_088_no_stale_weight_is_used(planted: bool, monkeypatch: pytest.Mon
         check("an update")
         play(engine, spec, batches_of(spec, engine, 1))
         check("an evaluation")
-        about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None}
+        about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None, "tokenizer_path": None}
         saver = checkpoint.Saver(tmp_path, engine.zero, world, about)
         saver.save(checkpoint.Position(1, 4, 64))
         saver.wait()
@@ -753,7 +753,7 @@ def test_the_state_goes_over_to_another_recipe_bit_for_bit(before: Any, after: A
             path = catalog.folder(tmp_path, 1)
             if spec is specs[0]:
                 train_step(engine, spec, batches_of(spec, engine, 0), 0.1)
-                about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None}
+                about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None, "tokenizer_path": None}
                 saver = checkpoint.Saver(tmp_path, engine.zero, world, about)
                 saver.save(checkpoint.Position(1, 4, 64))
                 saver.wait()
