@@ -72,7 +72,7 @@ def measure(spec: RunSpec, engine: Engine, steps: int) -> list[list[str]]:
         train_step(engine, spec, batches, spec.optimizer.lr)
     engine.zero.wait_for_weights()
     engine.zero.begin_step(1000)  # no bucket fills: nothing is reduced
-    stages = engine.pipeline._stages
+    stages = engine.pipeline.stages
     layers, head = (*stages[0].layers, *stages[1].layers), stages[1].head
     assert head is not None and stages[0].embedding is not None, "one rank holds all"
     tokens, targets = draw(spec, part, -1)
@@ -83,7 +83,7 @@ def measure(spec: RunSpec, engine: Engine, steps: int) -> list[list[str]]:
     scale = torch.full((), 1 / targets.numel(), device=targets.device)
     last, stats = Stage((), None, head), statistics(spec, engine)
     labels = Labels(targets, scale)
-    _, tape = run_forward(forward(last, inputs[-1], part, engine.pipeline._traffic, labels, stats))
+    _, tape = run_forward(forward(last, inputs[-1], part, engine.pipeline.traffic, labels, stats))
     dh = run_backward(backward(last, tape, None), run_now)
     rows: list[list[str]] = []
     for layer, h in reversed(list(zip(layers, inputs, strict=False))):
@@ -120,8 +120,8 @@ def run(spec: RunSpec, engine: Engine, layer: Layer, part: Part, h: Tensor, dh: 
     own = {n: one for n, one in engine.zero.sharded.items() if one.info.layer == layer.index and one.info.trained}
     for one in own.values():
         one.weight.beta = 0
-    stage = Stage((layer,), None, None, tables=engine.pipeline._stages[0].tables)
-    out, tape = run_forward(forward(stage, h, part, engine.pipeline._traffic, None, statistics(spec, engine)))
+    stage = Stage((layer,), None, None, tables=engine.pipeline.stages[0].tables)
+    out, tape = run_forward(forward(stage, h, part, engine.pipeline.traffic, None, statistics(spec, engine)))
     assert out is not None
     if dh is None:
         return out - h, None, {}

@@ -5,9 +5,9 @@ not for importing torch eight times. Jobs are module-level functions `job(place,
 """
 
 import contextlib
+import inspect
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import yaml
 from pydantic import BaseModel
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,7 +33,7 @@ from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.symmetric import Peers
 from pithtrain.pipeline import MicroBatch
-from pithtrain.spec import RunSpec, from_dict
+from pithtrain.spec import RunSpec, from_dict, read_model
 from pithtrain.tape import Stats, new_stats
 from pithtrain.train import loss_scale, read_batches, train_step
 from pithtrain.world import Place, World, connect
@@ -59,8 +60,18 @@ MODEL = {
 
 
 def tiny(architecture: str) -> ModelConfig:
-    """The TINY config of a folder of models/, or of one outside the package."""
-    return sys.modules[load_config(architecture).__module__].TINY
+    """The tiny config of a folder of models/, or of one outside the package."""
+    return read_model({"architecture": architecture, **sizes(architecture)["tiny"]}).config
+
+
+def variants(architecture: str) -> dict[str, dict[str, Any]]:
+    """{what is different: fields}: changes of the tiny config that together give every field another value."""
+    return sizes(architecture)["variants"]
+
+
+def sizes(architecture: str) -> dict[str, Any]:
+    """The tiny.yaml of a model's folder."""
+    return yaml.safe_load(Path(inspect.getfile(load_config(architecture))).with_name("tiny.yaml").read_text())
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
@@ -78,8 +89,8 @@ def make_spec(
     model: dict[str, Any] | None = None,
     **sections: Any,
 ) -> RunSpec:
-    """A tiny run on this mesh: of MODEL, or of a family's TINY with weights that are large enough to matter. `sections`
-    update the sections of the same name."""
+    """A tiny run on this mesh: of MODEL, or of a family's tiny one with weights that are large enough to matter.
+    `sections` update the sections of the same name."""
     base = MODEL
     if architecture is not None:
         base = {**fields_of(tiny(architecture)), "architecture": architecture, "initializer_range": 0.1}

@@ -12,7 +12,6 @@ Their RMSNorms get the config's epsilon: DeepSeek's norms inside attention are b
 
 import math
 import re
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,11 +25,11 @@ import transformers
 from pydantic import BaseModel
 from torch import Tensor
 
-from harness import batches_of, distance, fields_of, play, single, tiny
+from harness import batches_of, distance, fields_of, play, single, tiny, variants
 from pithtrain import convert
 from pithtrain.build import Engine, build
 from pithtrain.errors import SpecError
-from pithtrain.models.contract import ModelConfig, load_config, load_ignored
+from pithtrain.models.contract import ModelConfig, load_config
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import Segment, accumulate_dtype
 from pithtrain.ops.parts import Part
@@ -39,7 +38,7 @@ from pithtrain.tape import forward, new_stats, run_forward
 from reference import Documents
 
 transformers.utils.logging.disable_progress_bar()
-LENGTH = 24  # tokens of a sequence: longer than any window of a TINY config
+LENGTH = 24  # tokens of a sequence: longer than any window of a tiny config
 TOLERANCE = 1e-5  # fp32, ||ours - theirs|| / ||theirs|| of a tensor
 
 
@@ -47,9 +46,9 @@ TOLERANCE = 1e-5  # fp32, ||ours - theirs|| / ||theirs|| of a tensor
 
 
 def configs(architecture: str) -> dict[str, ModelConfig]:
-    """TINY under "tiny", then each of VARIANTS, of a folder of models/ or one outside the package."""
+    """ "tiny", then each of the variants, of a folder of models/ or one outside the package."""
     found = {"tiny": tiny(architecture)}
-    for name, changes in sys.modules[load_config(architecture).__module__].VARIANTS.items():
+    for name, changes in variants(architecture).items():
         found[name] = read_model({"architecture": architecture, **fields_of(found["tiny"]), **changes}).config
     return found
 
@@ -144,12 +143,12 @@ def gradients_of(model: Any, config: ModelConfig, folder: Path) -> dict[str, Ten
 
 def logits_of(engine: Engine, tokens: Tensor, documents: Documents | None = None) -> Tensor:
     """[B, S, V] in the accumulate dtype: both chunks of a one-rank pipeline, then the last norm and the head here."""
-    first, last = engine.pipeline._stages
+    first, last = engine.pipeline.stages
     assert last.head is not None
     layers, experts = engine.counts_LE.shape
     wide = accumulate_dtype(engine.dtype)
     stats = new_stats(layers, experts, engine.world.device, wide)
-    part, traffic = Part(*tokens.shape, engine.world.device, documents=documents), engine.pipeline._traffic
+    part, traffic = Part(*tokens.shape, engine.world.device, documents=documents), engine.pipeline.traffic
     h, _ = run_forward(forward(first, tokens, part, traffic, None, stats))
     assert h is not None
     h, _ = run_forward(forward(replace(last, embedding=None, head=None), h, part, traffic, None, stats))
@@ -275,16 +274,15 @@ class FieldUse(NamedTuple):
 
 def fields(architecture: str, config: ModelConfig) -> Iterator[FieldUse]:
     """Every field of transformers' config class and every key of `hf_config()`, tried where no list names it."""
-    owner = cast(type[BaseModel], load_config(architecture))
-    ignored = load_ignored(architecture)
+    owner = load_config(architecture)
     theirs = hf_config(config).to_dict()
     for name in sorted({*theirs, *config.hf_config()}):
         if name in owner.model_fields:
             one = owner.model_fields[name]
             pinned = is_pinned(owner, name)
             yield FieldUse(name, "one value" if pinned else "read", one.description or "")
-        elif name in ignored:
-            yield FieldUse(name, "ignored", ignored[name])
+        elif name in owner.IGNORED:
+            yield FieldUse(name, "ignored", owner.IGNORED[name])
         else:
             value = {**theirs, **config.hf_config()}[name]
             given = {"architecture": architecture, **fields_of(config), name: value}
@@ -319,8 +317,8 @@ def leaves(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool
 
 
 def untried(architecture: str) -> dict[str, set[str]]:
-    """Fields that have the same value in TINY and all of VARIANTS, though they could have another: there a constant in
-    our code would pass for the field. Nested fields by their path."""
+    """Fields that have the same value in the tiny config and all variants, though they could have another: there a
+    constant in our code would pass for the field. Nested fields by their path."""
     seen: dict[str, set[str]] = defaultdict(set)
     for config in configs(architecture).values():
         for path, value, pinned in leaves(cast(BaseModel, config)):

@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import ALONE, Pool, assemble, batches_of, distance, make_spec, play, shards, single
+from harness import ALONE, Pool, assemble, batches_of, distance, fields_of, make_spec, play, shards, single, variants
 from pithtrain import catalog, checkpoint, rundir, train
 from pithtrain.build import Engine, build
 from pithtrain.checkpoint import Position, Reader, Saver
 from pithtrain.errors import CheckpointError, NotFiniteError
-from pithtrain.models.deepseek_v2.config import TINY, VARIANTS, Config
 from pithtrain.plan import plan
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, from_dict
@@ -31,7 +30,9 @@ from test_data import make
 from test_train import StopsAfter, alone, events, lines, make_run, run_job, trained
 from test_train import train as train_run
 
-V3 = Config.model_validate({**TINY.model_dump(), **VARIANTS["V3"], "vocab_size": 96, "initializer_range": 0.2})
+V3 = make_spec(
+    architecture="deepseek_v2", model={**variants("deepseek_v2")["V3"], "vocab_size": 96, "initializer_range": 0.2}
+).model.config
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 GATE = "model.layers.{}.mlp.gate.weight"
 MOE = [layer for layer in range(V3.num_hidden_layers) if V3.is_moe(layer)]
@@ -45,9 +46,7 @@ def balance_spec(*mesh: int, kind: str = "global_aux_loss", rate: float = RATE, 
     training = {"compute_dtype": "float64", "max_grad_norm": None, **sections.pop("training", {})}
     moe = {"load_balance_type": kind, "aux_loss_coef": COEF if kind != "none" else 0.0, "z_loss_coef": Z_COEF}
     moe |= {"bias_update_rate": rate, **sections.pop("moe", {})}
-    return make_spec(
-        *mesh, architecture="deepseek_v2", model=V3.model_dump(mode="json"), training=training, moe=moe, **sections
-    )
+    return make_spec(*mesh, architecture="deepseek_v2", model=fields_of(V3), training=training, moe=moe, **sections)
 
 
 def steps_job(place: Place, fields: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -363,7 +362,9 @@ def test_a_checkpoint_without_counts_begins_with_even_shares(corpus: Path, tmp_p
         with single(first) as world:
             engine = build(first, world)
             about = {**train._about(first, RunDir(tmp_path), None), "tokenizer": content["tokenizer"]}
-            train._resume(first, RunDir(tmp_path), engine, None, Watch(RunDir(tmp_path), 1, 0), about)
+            run_dir = RunDir(tmp_path)
+            job = train.Job(first, run_dir, world, None, Watch(run_dir, 1, 0))
+            train._resume(job, engine, about)
             seen.append(engine.counts_LE.tolist())
     assert seen == [counts, [[0] * V3.num_experts] * V3.num_hidden_layers] and any(counts[MOE[0]])
 

@@ -67,7 +67,7 @@ def mark(path: Path, step: int, **content: Any) -> Path:
     """A checkpoint of no tensors that counts as complete."""
     path.mkdir(parents=True)
     whole = {"format": catalog.FORMAT, "kind": "full", "step": step, "samples": 1, "tokens": 1, "updates": 1}
-    whole |= checkpoint.UNTOLD
+    whole |= {"run": "", "spec_hash": None, "model": {}, "tokenizer": None, "tokenizer_path": None, "data": None}
     whole |= {"mesh": None, "torch": torch.__version__, "saved_at": 1, "files": {}, "tensors": {}, **content}
     (path / MARKER).write_text(json.dumps({**whole, "sha256": catalog._sha256(whole)}))
     return path

@@ -14,11 +14,23 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import ALONE, Pool, Ran, batches_of, distance, gather_ran, make_spec, play, run_mesh, single, steps_job
+from harness import (
+    ALONE,
+    Pool,
+    Ran,
+    batches_of,
+    distance,
+    gather_ran,
+    make_spec,
+    play,
+    run_mesh,
+    single,
+    steps_job,
+    variants,
+)
 from pithtrain import catalog, checkpoint, convert
 from pithtrain.build import Engine, build, initialise
 from pithtrain.errors import SpecError
-from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops import fp8
 from pithtrain.ops.experts import Experts, ExpertSegment, Received
 from pithtrain.ops.fp8 import E4M3, GROUP, Fp8, Fp8Weight, Recipe
@@ -614,7 +626,7 @@ def test_case_088_no_stale_weight_is_used(planted: bool, monkeypatch: pytest.Mon
         check("an update")
         play(engine, spec, batches_of(spec, engine, 1))
         check("an evaluation")
-        about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None}
+        about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None, "tokenizer_path": None}
         saver = checkpoint.Saver(tmp_path, engine.zero, world, about)
         saver.save(checkpoint.Position(1, 4, 64))
         saver.wait()
@@ -761,7 +773,7 @@ def test_the_state_goes_over_to_another_recipe_bit_for_bit(before: Any, after: A
             path = catalog.folder(tmp_path, 1)
             if spec is specs[0]:
                 train_step(engine, spec, batches_of(spec, engine, 0), 0.1)
-                about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None}
+                about = {"model": spec.model.model_dump(mode="json"), "tokenizer": None, "tokenizer_path": None}
                 saver = checkpoint.Saver(tmp_path, engine.zero, world, about)
                 saver.save(checkpoint.Position(1, 4, 64))
                 saver.wait()
@@ -796,7 +808,9 @@ def test_case_090_what_is_in_8_bits_stands_in_the_run(corpus: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
 def test_no_router_no_bias_and_no_latent_is_in_8_bits(family: str) -> None:
-    config = make_spec(architecture=family, model=VARIANTS["V3"] if family == "deepseek_v2" else {}).model.config
+    config = make_spec(
+        architecture=family, model=variants("deepseek_v2")["V3"] if family == "deepseek_v2" else {}
+    ).model.config
     narrow = [p.name for p in config.parameters() if p.fp8]
     assert narrow and not any(word in name for name in narrow for word in ("gate.", "router", "bias", "kv_", "norm"))
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import make_spec, single
+from harness import make_spec, single, variants
 from pithtrain.build import build
-from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops.attention import merge, sinks_grad
 from pithtrain.ops.cross_entropy import IGNORE, plain_loss_and_grad
 from pithtrain.ops.grouped import plain_grouped_sum, plain_grouped_weight_grad
@@ -179,7 +178,7 @@ def test_a_nan_gate_shows(glu: Glu) -> None:
 
 def test_a_selection_bias_is_published_where_a_kernel_updates() -> None:
     training = {"compute_dtype": "bfloat16"}
-    spec = make_spec(architecture="deepseek_v2", model=VARIANTS["V3"], training=training)
+    spec = make_spec(architecture="deepseek_v2", model=variants("deepseek_v2")["V3"], training=training)
     with single(spec, DEVICE) as world:
         engine = build(spec, world)
         engine.zero._kernels = True  # pyright: ignore[reportPrivateUsage]
@@ -286,7 +285,9 @@ def test_an_update_by_the_kernel_is_that_of_the_optimizer(moments: str) -> None:
     """Three steps of a whole engine, the second one skipped: masters, moments and counters; the weights follow. A last
     bit of fp32 turns one rounding of some ten thousand."""
     training, optimizer = {"compute_dtype": "bfloat16"}, {"lr": 1e-3, "moments_dtype": moments}
-    spec = make_spec(architecture="deepseek_v2", model=VARIANTS["V3"], training=training, optimizer=optimizer)
+    spec = make_spec(
+        architecture="deepseek_v2", model=variants("deepseek_v2")["V3"], training=training, optimizer=optimizer
+    )
     engines = []
     for by_kernel in (False, True):
         with single(spec, DEVICE) as world:

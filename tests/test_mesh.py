@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import MODEL, Pool, Ran, distance, make_spec, run_mesh
+from harness import MODEL, Pool, Ran, distance, make_spec, run_mesh, variants
 from pithtrain import catalog
 from pithtrain.models.contract import architectures
-from pithtrain.models.deepseek_v2.config import VARIANTS as DEEPSEEK
 from test_resume_meshes import assert_same_state, load_job, save_job, whole
 
 STEPS = 5
@@ -24,7 +23,11 @@ FLOAT64 = {"training": {"compute_dtype": "float64"}}
 FAMILIES: dict[str, dict[str, Any]] = {  # MODEL is the one left out; layers over 4 stages are uneven: the head weighs
     **{name: {"architecture": name} for name in architectures() if name != MODEL["architecture"]},
     # groups of sigmoid scores, and a bias that follows the load
-    "deepseek_v3": {"architecture": "deepseek_v2", "model": DEEPSEEK["V3"], "moe": {"bias_update_rate": 1e-2}},
+    "deepseek_v3": {
+        "architecture": "deepseek_v2",
+        "model": variants("deepseek_v2")["V3"],
+        "moe": {"bias_update_rate": 1e-2},
+    },
 }
 VARIANTS = {
     "plain": {},

@@ -1,7 +1,7 @@
 """Every folder of models/ keeps the contract and equals transformers' model: no table names them, this file walks them.
 
-Equal means logits, loss and every gradient within 1e-5 (relative 2-norm of a tensor) in fp32, for TINY and each of
-VARIANTS, which together give every field another value. `oracle.py` says how the two are compared.
+Equal means logits, loss and every gradient within 1e-5 (relative 2-norm of a tensor) in fp32, for the tiny config and
+each of its variants, which together give every field another value. `oracle.py` says how the two are compared.
 """
 
 import ast
@@ -36,7 +36,7 @@ from oracle import (
 from pithtrain import convert
 from pithtrain.build import EMBEDDING, FINAL_NORM, HEAD, build
 from pithtrain.errors import SpecError
-from pithtrain.models.contract import ModelConfig, architectures, load_config, load_ignored, load_model
+from pithtrain.models.contract import ModelConfig, architectures, load_config, load_model
 from pithtrain.spec import from_dict, read_model
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
@@ -102,7 +102,7 @@ def test_its_table_is_complete_and_consistent(name: str) -> None:
             assert (info.layer is None) == (not info.name.startswith("model.layers.")), info
             assert info.update == "gradient" or (info.fp32 and not info.decay), info
         assert {info.layer for info in table} >= set(range(config.num_hidden_layers))
-        assert load_ignored(name).keys().isdisjoint(type(config).__annotations__)
+        assert config.IGNORED.keys().isdisjoint(type(config).model_fields)
         moe = sum(config.is_moe(layer) for layer in range(config.num_hidden_layers))
         assert len(routers(config)) == moe > 0, "this file knows a router by being a matrix in fp32"
 
@@ -113,7 +113,7 @@ def test_a_step_reaches_every_parameter(name: str, label: str) -> None:
     spec = spec_of(name, configs(name)[label])
     with single(spec) as world:
         engine = build(spec, world)
-        for stage in engine.pipeline._stages:
+        for stage in engine.pipeline.stages:
             for layer in stage.layers:
                 assert (layer.experts is not None) == spec.model.config.is_moe(layer.index)
         result = train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)

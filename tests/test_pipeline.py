@@ -208,17 +208,17 @@ def message_job(place: Place, fields: dict[str, Any]) -> list[tuple[str, int, fl
             return end(step, bwd)
 
         pipeline._forward, pipeline._backward = first_stage, last_stage  # type: ignore[method-assign]
-        pipeline._backward_done = keep_last(pipeline._backward_done, world.pp, seen)  # type: ignore[method-assign]
+        pipeline._hand_on = keep_last(pipeline._hand_on, world.pp, seen)  # type: ignore[method-assign]
         pipeline.step([], torch.ones(()), new_stats(1, 1, device, torch.float32))
         return seen
 
 
-def keep_last(done: Any, pp: int, seen: list[tuple[str, int, float]]) -> Any:
-    def keep(step: Any, bwd: tuple[int, int], dx: torch.Tensor) -> None:
-        if pp == 0 and bwd[0] == 0:
-            seen.append(("B0", bwd[1], dx.mean().item()))
+def keep_last(hand_on: Any, pp: int, seen: list[tuple[str, int, float]]) -> Any:
+    def keep(step: Any, direction: str, at: tuple[int, int], out: torch.Tensor) -> None:
+        if direction == "B" and pp == 0 and at[0] == 0:
+            seen.append(("B0", at[1], out.mean().item()))
         else:
-            done(step, bwd, dx)
+            hand_on(step, direction, at, out)
 
     return keep
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from harness import make_spec
+from harness import tiny as tiny_config
 from pithtrain.models.contract import Carried, ModelConfig, active_parameters, flops_per_token, head_flops, layer_flops
-from pithtrain.models.qwen3_moe.config import TINY, Config
+from pithtrain.models.qwen3_moe.config import Config
 from pithtrain.plan import SLACK, Plan, _ring, partition, plan
 from pithtrain.spec import RunSpec, load
 
@@ -28,6 +29,7 @@ def published(name: str) -> ModelConfig:
 
 
 QWEN3_30B = cast(Config, published("qwen3-30b-a3b-pp2-ep8"))
+TINY = cast(Config, tiny_config("qwen3_moe"))
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,7 @@ def test_the_exchanges_of_cut_sequences() -> None:
     lines += ["training.sequence_length=256", "training.compute_dtype=float32"]
     spec = tiny(*lines, "slurm.links.p2p={latency_us: 50, gb_s: 2}")
     config, numbers = spec.model.config, 2 * 2 * 32
-    assert config.carried(0) == Carried(numbers) and plan(spec).tokens_per_rank == 128
+    assert config.carried(0) == Carried(2 * 4 * 32, numbers) and plan(spec).tokens_per_rank == 128
     layer = 10 * 0.05 + 10 * 128 * numbers * 4 / 2e6
     times = spec.num_micro_batches * config.num_hidden_layers
     assert plan(spec).communication_ms == pytest.approx({"ring": times * layer})

@@ -23,10 +23,10 @@ from harness import (
     run_mesh,
     single,
     steps_job,
+    variants,
 )
 from pithtrain import tape
 from pithtrain.build import build
-from pithtrain.models.deepseek_v2.config import VARIANTS
 from pithtrain.ops import router
 from pithtrain.plan import _kept, partition
 from pithtrain.spec import RunSpec
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"architecture": "deepseek_v2", "moe": SEQ},
     "deepseek_v3": {
         "architecture": "deepseek_v2",
-        "model": VARIANTS["V3"],
+        "model": variants("deepseek_v2")["V3"],
         "moe": {**GLOBAL, "bias_update_rate": 0.01},
     },
     "gpt_oss": {"architecture": "gpt_oss", "moe": AUX},
@@ -146,11 +146,11 @@ def kept(spec: RunSpec) -> int:
     """Bytes that the first half of the layers keeps of one micro-batch."""
     with single(spec) as world, torch.no_grad():
         engine = build(spec, world)
-        stage, traffic = engine.pipeline._stages[0], engine.pipeline._traffic
+        stage, traffic = engine.pipeline.stages[0], engine.pipeline.traffic
         config, (batch, *_) = spec.model.config, batches_of(spec, engine, 0)
         stats = tape.new_stats(config.num_hidden_layers, config.num_experts, world.device, torch.float32)
         with Alive() as alive:
-            left = tape.run_forward(tape.forward(stage, batch.tokens, engine.pipeline._part, traffic, None, stats))[1]
+            left = tape.run_forward(tape.forward(stage, batch.tokens, engine.pipeline.part, traffic, None, stats))[1]
             assert left.entries
             return alive.bytes()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pithtrain.errors import ABSENT, Problem, SpecError
-from pithtrain.models.contract import ModelConfig, Strict, load_config, load_ignored
-from pithtrain.models.qwen3_moe.config import IGNORED, TINY
+from pithtrain.models.contract import ModelConfig, Strict, load_config
+from pithtrain.models.qwen3_moe.config import Config
 from pithtrain.spec import Mesh, RunSpec, from_dict, load
 
 REPO = Path(__file__).parent.parent
@@ -645,7 +645,7 @@ def test_every_section_of_the_design_is_there_and_every_key_says_what_it_is() ->
                 assert info.description, f"{owner.__name__}.{name}"
 
     walk(RunSpec)
-    walk(type(TINY))
+    walk(Config)
 
 
 def test_a_mistake_in_one_section_hides_no_rule_of_others(base: Path) -> None:
@@ -876,7 +876,7 @@ def test_config_of_the_installed_transformers(tmp_path: Path) -> None:
     assert config_of(tmp_path, theirs.to_dict()) == config_of(tmp_path, QWEN3_30B)
 
 
-@pytest.mark.parametrize("field", [field for field, info in type(TINY).model_fields.items() if info.is_required()])
+@pytest.mark.parametrize("field", [field for field, info in Config.model_fields.items() if info.is_required()])
 def test_a_field_of_the_forward_left_out_is_an_error(tmp_path: Path, field: str) -> None:
     """No class default steps in (casebook 126)."""
     fields = {key: value for key, value in QWEN3_30B.items() if key not in (field, "rope_theta")}
@@ -889,7 +889,7 @@ def test_a_field_of_the_forward_left_out_is_an_error(tmp_path: Path, field: str)
 
 def test_the_fields_that_have_no_default() -> None:
     """The list itself, so that a default added later is noticed."""
-    optional = {field for field, info in type(TINY).model_fields.items() if not info.is_required()}
+    optional = {field for field, info in Config.model_fields.items() if not info.is_required()}
     structure = {"decoder_sparse_step", "mlp_only_layers", "attention_bias"}  # HF's own defaults: MoE all over, no bias
     one_case = {"model_type", "hidden_act", "attention_dropout", "use_sliding_window"}
     assert optional == structure | one_case | {"max_position_embeddings"}  # the last is a limit only
@@ -935,9 +935,9 @@ def test_rope_keys_missing_or_unknown(tmp_path: Path, rope: str, path: str) -> N
 
 def test_fields_without_effect_have_their_reason(base: Path) -> None:
     """IGNORED fields are accepted with any value, change nothing, and do not overlap the fields that are read."""
-    assert load_ignored("qwen3_moe") is IGNORED and all(IGNORED.values())
-    assert not set(IGNORED) & set(type(TINY).model_fields)
-    overrides = [f"model.{field}=[1]" for field in IGNORED]
+    assert all(Config.IGNORED.values())
+    assert not set(Config.IGNORED) & set(Config.model_fields)
+    overrides = [f"model.{field}=[1]" for field in Config.IGNORED]
     assert load(base, overrides) == load(base)
 
 

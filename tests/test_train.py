@@ -20,12 +20,12 @@ from pithtrain import catalog, checkpoint, rundir
 from pithtrain.build import build
 from pithtrain.errors import CheckpointError, DataError, NotFiniteError, RunFailed
 from pithtrain.events import Events
-from pithtrain.models.contract import architectures, flops_per_token
+from pithtrain.models.contract import active_parameters, architectures, flops_per_token
 from pithtrain.ops.parts import Part
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir
 from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
-from pithtrain.train import Outcome, _flops, learning_rate, run
+from pithtrain.train import Outcome, _attention_flops, learning_rate, run
 from pithtrain.watch import Phase, Watch
 from pithtrain.world import Place
 from pithtrain.zero import Zero
@@ -664,8 +664,10 @@ def test_flops_of_a_step_are_those_of_all_its_documents(family: str) -> None:
     batches = [MicroBatch(None, None, Part(2, 16, torch.device("cpu"), documents=each)) for each in rows]
     lengths = (3, 1, 12, 16, 16, 16, 15, 1, 8, 8)
     want = sum(n * flops_per_token(spec.model.config, n) for n in lengths) / sum(lengths)
-    assert _flops(spec, batches) == pytest.approx(want, rel=1e-12)
-    assert _flops(spec, [MicroBatch(None, None)] * 3) == pytest.approx(flops_per_token(spec.model.config, 16))
+    linear = 6 * active_parameters(spec.model.config)
+    assert linear + _attention_flops(spec, batches) == pytest.approx(want, rel=1e-12)
+    whole = _attention_flops(spec, [MicroBatch(None, None)] * 3)
+    assert linear + whole == pytest.approx(flops_per_token(spec.model.config, 16))
 
 
 @pytest.mark.slow

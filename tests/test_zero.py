@@ -206,7 +206,7 @@ def overlap_job(place: Place, fields: dict[str, Any]) -> tuple[list[str], list[s
     spec = from_dict(fields)
     with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
-        actions = engine.pipeline._actions
+        actions = engine.pipeline.actions
         reduced: list[tuple[int, str]] = []
         begun = 0
         communicate, reduce = engine.pipeline._communicate, Sharded.reduce

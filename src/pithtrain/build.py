@@ -71,7 +71,7 @@ def compute_dtype(spec: RunSpec, device: torch.device) -> torch.dtype:
     wanted = spec.training.compute_dtype
     if wanted == "auto":
         wanted = "bfloat16" if device.type == "cuda" else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[wanted]
+    return getattr(torch, wanted)
 
 
 def build(spec: RunSpec, world: World) -> Engine:
@@ -104,8 +104,7 @@ def build(spec: RunSpec, world: World) -> Engine:
     if not spec.data.document_mask:
         part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)
     pipeline = Pipeline(world, (built[0], built[1]), traffic, _hidden(spec), dtype, spec.num_micro_batches, part)
-    o = spec.optimizer
-    adam = AdamW((o.betas[0], o.betas[1]), o.eps, o.weight_decay)
+    adam = AdamW(spec.optimizer.betas, spec.optimizer.eps, spec.optimizer.weight_decay)
     return Engine(world, zero, pipeline, adam, dtype, held, counts_LE, transport)
 
 
@@ -169,13 +168,7 @@ def initialise(zero: Zero, seed: int) -> None:
 
 
 def _build_stage(
-    spec: RunSpec,
-    world: World,
-    stage: int,
-    last: int,
-    layers: tuple[int, ...],
-    zero: Zero,
-    counts_LE: Tensor,
+    spec: RunSpec, world: World, stage: int, last: int, layers: tuple[int, ...], zero: Zero, counts_LE: Tensor
 ) -> Stage:
     config, training, weights = spec.model.config, spec.training, zero.weights
     module = load_model(spec.model.architecture)
@@ -199,11 +192,8 @@ def compile_regions(
     layers: list[Layer], head: Head | None, hidden: tuple[int, int, int], dtype: torch.dtype, tables: Tensor
 ) -> tuple[list[Layer], Head | None]:
     """The same layers and head with their regions compiled. Experts and edges are ragged and never are, nor is
-    attention: its documents are, and its ring waits. `hidden`: [mbs, S, H]. `tables`: rotary.
-
-    One graph per kind of region: more than COMPILED_GRAPHS of them, or a graph that breaks, is an error and never a
-    silent fall back to eager.
-    """
+    attention: its documents are, and its ring waits. More than COMPILED_GRAPHS graphs, or one that breaks, is an error
+    and never a silent fall back to eager. `hidden`: [mbs, S, H]. `tables`: rotary."""
     torch._dynamo.config.recompile_limit = COMPILED_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     compiled_call = torch.compile(call, fullgraph=True, dynamic=False)

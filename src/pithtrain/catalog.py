@@ -113,10 +113,8 @@ def _sha256(content: Mapping[str, Any]) -> str:
 
 
 def complete(checkpoints: Path, report: Callable[[str], None]) -> list[Path]:
-    """The complete checkpoints, newest first. `report` hears of each one that is skipped, and why.
-
-    Raises FormatError where the newest is another version's: going on without it would lose its steps.
-    """
+    """The complete checkpoints, newest first. `report` hears of each one that is skipped, and why. Raises FormatError
+    where the newest is another version's: going on without it would lose its steps."""
     found: list[tuple[int, bool, Path]] = []
     foreign: dict[int, FormatError] = {}
     for path in sorted(checkpoints.glob("step[-_]*")):
@@ -186,9 +184,7 @@ def differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
 
 def check_tensors(path: Path, have: Mapping[str, Sequence[int]], want: Mapping[str, Sequence[int]]) -> None:
     """Raises CheckpointError naming every tensor that is missing, that nobody asked for, or that has another shape.
-
-    Names that differ in numbers alone share a line where there are very many: a large model has tens of thousands.
-    """
+    Names that differ in numbers alone share a line where there are very many: a large model has tens of thousands."""
     wrong = [("missing:", name, "") for name in want if name not in have]
     wrong += [("unexpected:", name, "") for name in have if name not in want]
     wrong += [
@@ -230,10 +226,8 @@ def begin(final: Path) -> Path:
 
 def finish(final: Path, files: Iterable[str], content: Mapping[str, Any]) -> int:
     """Write the marker and make what was written visible as `final`; each step is on the disk before the next begins.
-
     `files`: the names that must be there. A checkpoint of the same step (the step was done again) stays until then.
-    Returns the bytes written. Raises OSError.
-    """
+    -> the bytes written. Raises OSError."""
     place = partial(final)
     sizes = {name: (place / name).stat().st_size for name in files}
     whole = {"format": FORMAT, **content, "files": sizes}

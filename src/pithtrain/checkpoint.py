@@ -6,9 +6,7 @@
 
 All ranks put their shards of master, exp_avg and exp_avg_sq (a master alone where there is no gradient), as DTensors of
 the whole shape, into `step-00000100.partial`; rank 0 then adds checkpoint.json and one rename makes the checkpoint
-visible. Experts are one [E * out, in] tensor per layer and projection, cut by (ep, dp x cp); everything else is cut by
-dp x cp x ep. Loading cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters,
-rounded.
+visible. Loading cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
 
 A save in its order, where `async_save` moves the last part behind the next steps:
 
@@ -17,8 +15,7 @@ A save in its order, where `async_save` moves the last part behind the next step
     write      files, fsync, marker, rename; then what retention no longer keeps is deleted
 
 The sums (`fingerprint`) are what makes a load exact or an error: a checkpoint that does not give its sums back is
-passed over for the one before. Moments of the other dtype (fp32, bf16) are rounded to the nearest once the sums were
-compared. docs/checkpoint-format.md has the format, and what a resume takes and refuses.
+passed over for the one before. docs/checkpoint-format.md has the format, and what a resume takes and refuses.
 
 Cost: 12 bytes per parameter written (8 with bf16 moments), each exactly once over all ranks, and as much host memory
 for the whole run. One H200 and the 52 GB of the six-layer Qwen3 bench: sums and copy 1.1 s, write at the disk's own
@@ -59,18 +56,8 @@ from pithtrain.world import World
 from pithtrain.zero import Sharded, Zero
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
 THREADS = 4  # files of a rank, written and read at once: one thread does 1.5 GB/s, and disks do more
 SHOWN_S = 30.0  # how long a network file system may take to show one host what another wrote
-UNTOLD = {
-    "run": "",
-    "spec_hash": None,
-    "model": {},
-    "tokenizer": None,
-    "tokenizer_path": None,
-    "data": None,
-    "expert_counts": None,
-}
 SUMMED = 1 << 24  # elements summed at once: torch widens them to 64 bits in a copy
 
 Shards = Iterable[tuple[str, Sharded, Tensor]]  # key, parameter, this rank's rows of one of its tensors
@@ -119,12 +106,12 @@ class Saver:
         zero: Zero,
         world: World,
         about: dict[str, Any],
-        *,
         asynchronous: bool = False,
         keep_last: int | None = None,
         keep_interval: int | None = None,
     ):
-        """`about`: what checkpoint.json says of the run (JSON values), beside the position and the tensors."""
+        """`about`: what checkpoint.json says of the run (JSON values), beside the position and the tensors. The others
+        as in the spec."""
         self._checkpoints, self._zero, self._world, self._about = checkpoints, zero, world, about
         self.asynchronous, self._keep = asynchronous, (keep_last, keep_interval)
         # a synchronous save of a GPU too: threads that read the device as they write are half as fast
@@ -272,14 +259,12 @@ def _marker(
     tensors: Mapping[str, Any],
 ) -> dict[str, Any]:
     facts = {"updates": updates, "mesh": mesh, "torch": torch.__version__, "saved_at": int(time.time())}
-    return {"kind": kind, **asdict(position), **UNTOLD, **about, **facts, "tensors": tensors}
+    return {"kind": kind, **asdict(position), **about, **facts, "tensors": tensors}
 
 
 def _require_files(partial: Path) -> list[str]:
     """The names of all files of a checkpoint, once this host sees them: a network file system may show them late.
-
-    Raises OSError for one that it does not see, such as one on another host's own disk.
-    """
+    Raises OSError for one that it does not see, such as one on another host's own disk."""
     stored = FileSystemReader(partial).read_metadata().storage_data
     ends: dict[str, int] = {".metadata": 1}
     for each in stored.values():
@@ -376,11 +361,9 @@ def as_hex(total: int) -> str:
 
 def load(path: Path, zero: Zero, world: World, content: Marker) -> Position:
     """Read masters and optimizer state into this rank's shards, whatever mesh wrote them; publish the weights.
-
-    `content`: what `catalog.read` answered. Raises, on all ranks: DamagedError where the files do not give back what
-    was saved, CheckpointError where they belong to another user or hold another dtype, RunFailed where the disk does
-    not answer.
-    """
+    `content`: the marker. Raises, on all ranks: DamagedError where the files do not give back what was saved,
+    CheckpointError where they belong to another user or hold another dtype, RunFailed where the disk does not
+    answer."""
     _require_own(path)
     ours = {str(one.master.dtype).removeprefix("torch.") for one in zero.sharded.values()}
     theirs = {one["dtype"] for key, one in content["tensors"].items() if key.startswith("master/")}
@@ -409,7 +392,7 @@ def load_weights(path: Path, zero: Zero, world: World, content: Marker) -> None:
 def _load(path: Path, zero: Zero, world: World, content: Marker, kinds: Sequence[str]) -> None:
     """What is of another dtype is read as it was saved, and copied once its sum was compared: as much memory more."""
     saved, targets = content["tensors"], list(_shards(zero, kinds))
-    shards = [(key, one, shard.to(DTYPES[saved[key]["dtype"]])) for key, one, shard in targets]
+    shards = [(key, one, shard.to(getattr(torch, saved[key]["dtype"]))) for key, one, shard in targets]
     state = _state(zero, world, {key: shard for key, _, shard in shards})
     try:
         dcp_loader.load(state, storage_reader=_Reader(path), process_group=world.control_group)
@@ -445,27 +428,18 @@ def _is_disk(failure: tuple[BaseException, Any]) -> bool:
 
 
 class _Writer(FileSystemWriter):
-    """torch's, with the shards of a rank in several files that are written at once.
-
-    Its own `thread_count` does that too, and loses the error of every thread but the calling one: what a full disk cut
-    off would count as written.
-    """
+    """torch's, with the shards of a rank in several files that are written at once. Its own `thread_count` does that
+    too, and loses the error of every thread but the calling one: what a full disk cut off would count as written."""
 
     def __init__(self, path: Path):
         super().__init__(path, per_thread_copy_ahead=0)  # nothing is on a device here
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        parts: list[list[WriteItem]] = [[] for _ in range(THREADS)]
-        sizes = [0] * THREADS
-        for item in sorted(plan.items, key=_item_size, reverse=True):
-            part = sizes.index(min(sizes))
-            parts[part].append(item)
-            sizes[part] += _item_size(item)
+        items = sorted(plan.items, key=_item_size, reverse=True)
         prefix, write = plan.storage_data, super().write_data
         plans = [
-            replace(plan, items=items, storage_data=replace(prefix, prefix=f"{prefix.prefix}{part}"))
-            for part, items in enumerate(parts)
-            if items
+            replace(plan, items=items[part::THREADS], storage_data=replace(prefix, prefix=f"{prefix.prefix}{part}"))
+            for part in range(min(THREADS, len(items)))
         ]
         with ThreadPoolExecutor(THREADS) as pool:
             running = [pool.submit(write, part, planner) for part in plans]
@@ -516,11 +490,9 @@ class Reader:
         self._reader.set_up_storage_reader(self._metadata, True)
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor `key`, "master/NAME" for instance, in its stored shape (experts [E * out, in]).
-
-        Memory: the tensor, and the largest piece of it that a rank wrote. Raises DamagedError where it cannot be read
-        or its sum is not the one that was saved.
-        """
+        """The tensor `key`, "master/NAME" for instance, in its stored shape (experts [E * out, in]). Memory: the
+        tensor, and the largest piece of it that a rank wrote. Raises DamagedError where it cannot be read or its sum is
+        not the one that was saved."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata) or key not in self.content["tensors"]:
             raise CheckpointError(f"{self.path} holds no tensor {key}")
@@ -613,10 +585,8 @@ def _state(zero: Zero, world: World, shards: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _mesh(world: World, kind: str, device: str) -> DeviceMesh:
-    """The ranks that share a kind of parameter on this stage: dense one axis, experts (ep, dp x cp).
-
-    Only coordinates are read from it, no collective runs on it, so it gets no process groups of its own.
-    """
+    """The ranks that share a kind of parameter on this stage: dense one axis, experts (ep, dp x cp). Only coordinates
+    are read from it, no collective runs on it, so it gets no process groups of its own."""
     m = world.mesh
     data = [(dp, cp) for dp in range(m.dp) for cp in range(m.cp)]
     if kind == "expert":

@@ -93,10 +93,8 @@ class Dataset:
         return self.corpus.vocabulary.tokenizer_sha256
 
     def require(self, samples: int) -> None:
-        """Raises DataError when a run of `samples` = max_steps x global_batch_size would need more epochs than allowed.
-
-        For the start of a run, or before it is submitted; `batch` refuses too, when it gets there.
-        """
+        """Raises DataError when a run of `samples` = max_steps x global_batch_size would need more epochs than allowed:
+        at its start, or before it is submitted."""
         if self.epochs is None or samples <= self.epochs * self.samples_per_epoch:
             return
         have, per_epoch = self.epochs * self.samples_per_epoch, self.samples_per_epoch
@@ -116,10 +114,8 @@ class Dataset:
 
     def batch(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens and labels of the samples `first` .. `first + count - 1`: int64 [count, sequence_length] each. With
-        `document_mask` labels across the end of a document are IGNORE.
-
-        Raises DataError beyond the last allowed epoch, when a shard cannot be read, and for an id beyond the model's.
-        """
+        `document_mask` labels across the end of a document are IGNORE. Raises DataError beyond the last allowed epoch,
+        when a shard cannot be read, and for an id beyond the model's."""
         self.require(first + count)
         s = self.sequence_length
         windows = np.empty((count, s + 1), np.int64)
@@ -134,9 +130,7 @@ class Dataset:
 
     def documents(self, first: int, count: int) -> list[list[int]]:
         """Where the documents of these samples begin, as far as they lie in them: 0 first; one without a token where
-        its neighbour does. Reads offsets, no token.
-
-        Raises DataError beyond the last allowed epoch."""
+        its neighbour does. Reads offsets, no token. Raises DataError beyond the last allowed epoch."""
         self.require(first + count)
         s = self.sequence_length
         starts = (self.locate(counter)[1] * s for counter in range(first, first + count))

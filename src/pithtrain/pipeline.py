@@ -8,6 +8,7 @@ sends was produced by it alone, and is kept until its batch has been waited for.
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -56,29 +57,21 @@ class _Step:
     flying: list[tuple[dist.Work, list[Tensor]]] = field(default_factory=list[tuple[dist.Work, list[Tensor]]])
 
 
+@dataclass
 class Pipeline:
-    """This rank's two stages and the actions it plays with them each step."""
+    """This rank's two stages and the actions it plays with them each step. Needs micro_batches >= 2 pp."""
 
-    def __init__(
-        self,
-        world: World,
-        stages: tuple[Stage, Stage],
-        traffic: Traffic,
-        hidden_shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        micro_batches: int,
-        part: Part | None,
-    ):
-        """`hidden_shape`: [mbs, S, H] of a message, in `dtype`. `part`: that of all micro-batches; None: each has
-        its own. Needs micro_batches >= 2 pp."""
-        self._world = world
-        self._stages = stages
-        self._traffic = traffic
-        self._hidden_shape = hidden_shape
-        self._dtype = dtype
-        self._part = part
-        self._actions: list[Action] = dualpipev(world.mesh.pp, world.pp, micro_batches)
-        self._last = world.pp == world.mesh.pp - 1
+    world: World
+    stages: tuple[Stage, Stage]
+    traffic: Traffic
+    hidden_shape: tuple[int, int, int]  # [mbs, S, H] of a message
+    dtype: torch.dtype  # of a message
+    micro_batches: int
+    part: Part | None  # that of all micro-batches; None: each has its own
+
+    def __post_init__(self) -> None:
+        self.actions: list[Action] = dualpipev(self.world.mesh.pp, self.world.pp, self.micro_batches)
+        self._last = self.world.pp == self.world.mesh.pp - 1
 
     @torch.no_grad()
     def step(self, batches: Sequence[MicroBatch], scale: Tensor, stats: Stats) -> None:
@@ -89,7 +82,7 @@ class Pipeline:
         `scale`: one over the valid tokens of the global batch, a device scalar.
         """
         step = _Step(batches, scale, stats)
-        for action in self._actions:
+        for action in self.actions:
             self._communicate(step, action.before)
             if action.op == "W":
                 bundle = step.aside.popleft()
@@ -99,24 +92,25 @@ class Pipeline:
             self._wait(step)
             fwd, bwd = action.fwd, action.bwd
             if fwd and bwd:
-                out, dx = overlap(self._forward(step, fwd), self._backward(step, bwd), run_now)
-                self._forward_done(step, fwd, out)
-                self._backward_done(step, bwd, dx)
+                (h, step.tapes[fwd]), dx = overlap(self._forward(step, fwd), self._backward(step, bwd), run_now)
+                self._hand_on(step, "F", fwd, h)
+                self._hand_on(step, "B", bwd, dx)
             elif fwd:
-                self._forward_done(step, fwd, run_forward(self._forward(step, fwd)))
+                h, step.tapes[fwd] = run_forward(self._forward(step, fwd))
+                self._hand_on(step, "F", fwd, h)
             elif bwd:
                 bundle: Closures = []
                 dx = run_backward(self._backward(step, bwd), bundle.extend if action.op == "b" else run_now)
                 if action.op == "b":
                     step.aside.append(bundle)
-                self._backward_done(step, bwd, dx)
+                self._hand_on(step, "B", bwd, dx)
         self._wait(step)
         left = (step.incoming, step.outgoing, step.tapes, step.aside)
         assert not any(left), f"a step left {[len(x) for x in left]} inputs, outputs, tapes and bundles behind"
 
     def _forward(self, step: _Step, fwd: tuple[int, int]) -> Generator[None, None, tuple[Tensor | None, Tape]]:
         phase, micro_batch = fwd
-        stage = self._stages[phase]
+        stage = self.stages[phase]
         batch = step.batches[micro_batch] if step.batches else MicroBatch(None, None)
         x = batch.tokens if stage.embedding is not None else step.incoming.pop((f"F{phase}", micro_batch))
         labels = None
@@ -124,32 +118,25 @@ class Pipeline:
             assert batch.labels is not None, "pipeline rank 0 has the labels"
             labels = Labels(batch.labels, step.scale)
         assert x is not None, "pipeline rank 0 has the tokens"
-        part = self._part if batch.part is None else batch.part
+        part = self.part if batch.part is None else batch.part
         assert part is not None, "documents are known on every rank, or each stage would mask others"
-        return forward(stage, x, part, self._traffic, labels, step.stats)
-
-    def _forward_done(self, step: _Step, fwd: tuple[int, int], result: tuple[Tensor | None, Tape]) -> None:
-        phase, micro_batch = fwd
-        h, step.tapes[fwd] = result
-        if phase == 0 and self._last:
-            assert h is not None, "stage P-1 is not the model's last"
-            step.incoming["F1", micro_batch] = h  # the turn: stage P is on this rank
-        elif h is not None:
-            step.outgoing[f"F{phase}", micro_batch] = h
+        return forward(stage, x, part, self.traffic, labels, step.stats)
 
     def _backward(self, step: _Step, bwd: tuple[int, int]) -> Generator[Closures, None, Tensor | None]:
         phase, micro_batch = bwd
-        stage = self._stages[phase]
+        stage = self.stages[phase]
         dh = None if stage.head is not None else step.incoming.pop((f"B{phase}", micro_batch))
         return backward(stage, step.tapes.pop(bwd), dh)
 
-    def _backward_done(self, step: _Step, bwd: tuple[int, int], dx: Tensor | None) -> None:
-        phase, micro_batch = bwd
-        if phase == 1 and self._last:
-            assert dx is not None, "stage P is not the model's first"
-            step.incoming["B0", micro_batch] = dx  # the turn
-        elif dx is not None:
-            step.outgoing[f"B{phase}", micro_batch] = dx
+    def _hand_on(self, step: _Step, direction: Literal["F", "B"], at: tuple[int, int], out: Tensor | None) -> None:
+        """What a forward or a backward gives, to whom it is for: nobody at the model's ends; this rank itself at the
+        turn, from stage P-1 to P and back."""
+        phase, micro_batch = at
+        if self._last and phase == (direction == "B"):
+            assert out is not None, "the turn is no end of the model"
+            step.incoming[f"{direction}{1 - phase}", micro_batch] = out
+        elif out is not None:
+            step.outgoing[f"{direction}{phase}", micro_batch] = out
 
     def _communicate(self, step: _Step, messages: tuple[P2P, ...]) -> None:
         """Launch one grouped batch, in the schedule's order: messages of a pair of ranks match first in, first out."""
@@ -159,14 +146,14 @@ class Pipeline:
         sent: list[Tensor] = []
         for message in messages:
             key = (message.kind, message.chunk)
-            peer = self._world.pp_peer(message.peer)
+            peer = self.world.pp_peer(message.peer)
             if message.send:
                 sent.append(step.outgoing.pop(key).contiguous())
-                ops.append(dist.P2POp(dist.isend, sent[-1], peer, self._world.pp_group))
+                ops.append(dist.P2POp(dist.isend, sent[-1], peer, self.world.pp_group))
             else:
-                buffer = torch.empty(self._hidden_shape, dtype=self._dtype, device=self._world.device)
+                buffer = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.world.device)
                 step.incoming[key] = buffer
-                ops.append(dist.P2POp(dist.irecv, buffer, peer, self._world.pp_group))
+                ops.append(dist.P2POp(dist.irecv, buffer, peer, self.world.pp_group))
         step.flying.extend((work, sent) for work in dist.batch_isend_irecv(ops))
 
     def _wait(self, step: _Step) -> None:

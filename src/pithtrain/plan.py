@@ -11,8 +11,8 @@ no cut is faster and no neighbour waits, so the head, which has nothing to hide,
     and 7. Slowest over mean 1.01; an even cut has 1.24.
 
 **Search.** From the outside in, (rank, layers taken in front, layers taken behind) is all that matters. A cap on a
-rank's time leaves few of these states (what is taken is at most ranks x cap, what is left too), so the cap starts at a
-lower bound and grows until a cut exists. 48 layers on 8 ranks: some 20 ms.
+rank's time leaves few of these states, so it starts at a lower bound and grows until a cut exists: some 20 ms for 48
+layers on 8 ranks.
 
 **Bytes.** What is held from the first step to the last, exactly as `zero` allocates it: whole weights in the compute
 type, with `fp8.enabled` 2 bytes a parameter more for a weight's 8-bit forms, whole main gradients, a shard of masters
@@ -33,7 +33,7 @@ logits of the loss and what the allocator loses come on top.
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from pithtrain.models.contract import ModelConfig, active_parameters, flops_per_token, head_flops, layer_flops
@@ -47,9 +47,8 @@ Cut = tuple[float, tuple[tuple[int, int], ...]]
 
 
 def _search(layers: Sequence[float], head: float, pp: int, cap: float, pairs: bool) -> Cut | None:
-    """The best cut with no rank above `cap`: by the slowest rank, or (`pairs`) by the sum of squares above.
-
-    None when there is no cut under this cap. Costs are FLOPs; layers are numbered from the front."""
+    """The best cut with no rank above `cap`, in FLOPs: by the slowest rank, or (`pairs`) by the sum of squares above.
+    None when there is no cut under this cap."""
     before = [0.0, *itertools.accumulate(layers)]
 
     @functools.cache
@@ -80,9 +79,8 @@ def _search(layers: Sequence[float], head: float, pp: int, cap: float, pairs: bo
 
 
 def partition(config: ModelConfig, pp: int, sequence_length: int) -> tuple[tuple[int, ...], ...]:
-    """The layers of each of the 2 pp stages: contiguous, in order, every layer once; a stage may be empty.
-
-    Rank r owns stages r and 2 pp - 1 - r. `sequence_length` in tokens weighs attention against the rest."""
+    """The layers of each of the 2 pp stages, in order; a stage may be empty. `sequence_length` in tokens weighs
+    attention against the rest."""
     layers = [layer_flops(config, layer, sequence_length) for layer in range(config.num_hidden_layers)]
     head = head_flops(config)
     cap = max((sum(layers) + head) / pp, head, *layers) * (1 + 1e-9)  # no cut has a faster slowest rank
@@ -140,47 +138,36 @@ class Plan:
     def text(self) -> str:
         """The same for people, a line per idea."""
         mesh, worst = self.mesh, max(range(self.mesh.pp), key=lambda rank: self.rank_bytes[rank])
-        gib = 2**30
-        lines = [
-            ("run", self.name),
-            ("ranks", f"{self.ranks} = pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x ep {mesh.ep}"),
-            (
-                "step",
-                f"{self.micro_batches} micro-batches per data rank, each of {self.tokens_per_rank:,} tokens on a rank, "
-                f"{self.tokens_per_step:,} tokens in all",
-            ),
-            *((f"pipeline rank {rank}", self._rank_text(rank)) for rank in range(mesh.pp)),
-            ("balance", f"slowest pipeline rank over mean {max(self.rank_time_over_mean):.2f}"),
-            ("idle", f"{self.idle_units} of {self.idle_units + self.busy_units} units of one stage's forward"),
-            ("experts per rank", f"{self.experts_per_rank}"),
-            ("parameters", f"{_short(self.parameters)}, {_short(self.active_parameters)} active in matrix products"),
-            ("per token", self._flops_text()),
-            (
-                "bytes per rank",
-                f"{self.rank_bytes[worst] / gib:.2f} GiB at most (weights {self.rank_weight_bytes[worst] / gib:.2f}, "
-                f"main gradients {self.rank_gradient_bytes[worst] / gib:.2f}, masters and moments "
-                f"{self.rank_optimizer_bytes[worst] / gib:.2f})",
-            ),
-            (
-                "activations",
-                f"about {max(self.rank_activation_bytes) / gib:.1f} GiB a rank at most; buffers come on top",
-            ),
-            *self._communication_text(),
-            (
-                "checkpoint",
-                f"{self.checkpoint_bytes / gib:.2f} GiB each, and as much host memory over all nodes (but for "
-                "synchronous saves on CPUs)",
-            ),
-        ]
-        return "\n".join(f"{key:<17} {value}" for key, value in lines)
 
-    def _communication_text(self) -> Iterator[tuple[str, str]]:
+        def gib(num_bytes: float, digits: int = 2) -> str:
+            return f"{num_bytes / 2**30:.{digits}f} GiB"
+
+        held = f"weights {gib(self.rank_weight_bytes[worst])}, main gradients {gib(self.rank_gradient_bytes[worst])}"
+        held += f", masters and moments {gib(self.rank_optimizer_bytes[worst])}"
+        lines = {
+            "run": self.name,
+            "ranks": f"{self.ranks} = pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} x ep {mesh.ep}",
+            "step": f"{self.micro_batches} micro-batches per data rank, each of {self.tokens_per_rank:,} tokens on a "
+            f"rank, {self.tokens_per_step:,} tokens in all",
+            **{f"pipeline rank {rank}": self._rank_text(rank) for rank in range(mesh.pp)},
+            "balance": f"slowest pipeline rank over mean {max(self.rank_time_over_mean):.2f}",
+            "idle": f"{self.idle_units} of {self.idle_units + self.busy_units} units of one stage's forward",
+            "experts per rank": f"{self.experts_per_rank}",
+            "parameters": f"{_short(self.parameters)}, {_short(self.active_parameters)} active in matrix products",
+            "per token": self._flops_text(),
+            "bytes per rank": f"{gib(self.rank_bytes[worst])} at most ({held})",
+            "activations": f"about {gib(max(self.rank_activation_bytes), 1)} a rank at most; buffers come on top",
+        }
         if self.communication_ms:
             parts = ", ".join(f"{name} {ms:.1f} ms" for name, ms in self.communication_ms.items())
-            yield "communication", f"{parts} per step, before overlap, with uniform routing"
+            lines["communication"] = f"{parts} per step, before overlap, with uniform routing"
         if self.exchange_bytes:
-            said = f"{self.exchange_bytes / 2**30:.2f} GiB more per rank where tokens travel by copy engines"
-            yield "exchange", said
+            lines["exchange"] = f"{gib(self.exchange_bytes)} more per rank where tokens travel by copy engines"
+        lines["checkpoint"] = (
+            f"{gib(self.checkpoint_bytes)} each, and as much host memory over all nodes (but for synchronous saves on "
+            "CPUs)"
+        )
+        return "\n".join(f"{key:<17} {value}" for key, value in lines.items())
 
     def _flops_text(self) -> str:
         most, least = self.flops_per_token, self.document_flops_per_token
@@ -282,7 +269,7 @@ def communication(spec: RunSpec, cut: Sequence[tuple[int, ...]]) -> dict[str, fl
 def _ring(spec: RunSpec, layer: int, narrow: int) -> tuple[int, int]:
     """Messages of a layer and micro-batch, and their bytes."""
     training, cp = spec.training, spec.mesh.cp
-    numbers, window, *_ = spec.model.config.carried(layer)
+    _, numbers, window, *_ = spec.model.config.carried(layer)
     passes = 3 if spec.activation_checkpoint.mode == "full" else 2
     chunk = training.sequence_length // (2 * cp)
     if window is not None and window - 1 <= chunk:

@@ -123,10 +123,7 @@ class _Rank:
 
 def dualpipev(pp_size: int, pp_rank: int, micro_batches: int) -> list[Action]:
     """The actions of `pp_rank` in one step of `micro_batches` chunks per phase. Needs micro_batches >= 2 * pp_size.
-
-    Each phase does its forwards and its backwards once each, in the order of the chunks. No message is left after the
-    last action.
-    """
+    Each phase does its forwards and its backwards once each, in the order of the chunks."""
     P, r, N = pp_size, pp_rank, micro_batches
     assert 0 <= r < P, f"pp_rank {r} is not one of {P} pipeline ranks"
     assert N >= 2 * P, f"DualPipeV needs at least 2 x {P} micro-batches a step, there are {N}"

@@ -4,14 +4,11 @@ Why one strict spec. A run that trains on a default because a key was mistyped c
 string becomes a number, and what cannot work is refused here, on a login node, in 0.2 s and without torch.
 
 - **Text.** YAML 1.2's core rules: `1e-4` is a float, `off` and `12:30` are strings, `true` is no number. A key given
-  twice is refused with both lines. Whole-number fields take `1e3` as well. `--set` and config.json are read alike.
-- **Types.** pydantic, frozen and strict, unknown keys refused with the nearest valid one or the section it belongs to.
-  Relative paths are taken against the caller's directory and stored absolute.
+  twice is refused with both lines. `--set` and config.json are read alike.
 - **A place.** `slurm.profile` names a file of `slurm/` with the facts of a cluster, which lie below what the spec and
   `--set` say. The resolved spec holds the result and needs that file no more.
-- **Rules.** The arithmetic between sections is in functions whose parameters are the sections they read, so that a
-  mistake in one section does not hide those in others. A check never changes what it checks.
-- **Not built yet.** Keys of features to come exist, made by `_later`; any other value than their "off" is refused.
+- **Rules** between sections are functions whose parameters are the sections they read, so that a mistake in one section
+  does not hide those in others. A check never changes what it checks.
 
 Worked example, a mesh of four ranks with 16 sequences a step, one per micro-batch:
 
@@ -40,7 +37,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from pydantic.fields import FieldInfo
 
 from pithtrain.errors import ABSENT, Problem, SpecError, show
-from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, load_ignored, only
+from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, only
 
 Count = Annotated[Integer, Field(ge=0)]
 Coefficient = Annotated[float, Field(ge=0)]
@@ -73,9 +70,9 @@ def _key(default: Any, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, **limits)
 
 
-def _later(default: Any, description: str, *built: Any, **limits: Any) -> Any:
-    """A key of a feature to come: any value but its default, and those of its values that are `built`, is refused."""
-    return _key(default, description, json_schema_extra={"built": [default, *built]}, **limits)
+def _later(default: Any, description: str, **limits: Any) -> Any:
+    """A key of a feature to come: any value but its default is refused."""
+    return _key(default, description, json_schema_extra={"later": True}, **limits)
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Mesh:
         return pp, dp, cp, ep
 
 
-class ModelSection(Strict, arbitrary_types_allowed=True):
+class ModelSection(Strict):
     """Which model, and its numbers. In YAML the HF fields stand beside `architecture`, or in `config_file`."""
 
     architecture: str = Field(description="a folder of pithtrain/models, or the path of one outside the package")
@@ -112,7 +109,7 @@ class ModelSection(Strict, arbitrary_types_allowed=True):
 
     @pydantic.model_serializer
     def _inline(self) -> dict[str, object]:
-        return {"architecture": self.architecture, **cast(Strict, self.config).model_dump(mode="json")}
+        return {"architecture": self.architecture, **self.config.model_dump(mode="json")}
 
 
 class ParallelismSection(Strict):
@@ -528,13 +525,12 @@ def _check_lr(lr_scheduler: LrSchedulerSection, optimizer: OptimizerSection, tra
 
 def _check_moe(moe: MoeSection) -> Problems:
     kind, coef = moe.load_balance_type, moe.aux_loss_coef
-    if (kind == "none") == (coef > 0):
-        off = (
-            "has no effect with load_balance_type: none",
-            "set moe.load_balance_type=aux_loss, or the coefficient to 0",
-        )
-        on = f"load_balance_type: {kind} needs a coefficient above 0", "0.001 is usual"
-        yield Problem("moe.aux_loss_coef", coef, *(off if coef else on))
+    if kind == "none" and coef:
+        hint = "set moe.load_balance_type=aux_loss, or the coefficient to 0"
+        yield Problem("moe.aux_loss_coef", coef, "has no effect with load_balance_type: none", hint)
+    elif kind != "none" and not coef:
+        rule = f"load_balance_type: {kind} needs a coefficient above 0"
+        yield Problem("moe.aux_loss_coef", coef, rule, "0.001 is usual")
 
 
 def _check_transport(
@@ -645,12 +641,9 @@ def _check_host_memory(
     per_parameter = 12 if optimizer.moments_dtype == "float32" else 8
     need = per_parameter * sum(parameter.size for parameter in model.config.parameters()) / slurm.nodes
     if need > have:
-        rule = (
-            f"is less than the {need / 2**30:.1f} GiB of each node that a checkpoint is copied to before it is written"
-        )
-        yield Problem(
-            "slurm.mem", slurm.mem, rule, f"give {math.ceil(1.3 * need / 2**30)}G or more, or 0 for all of it"
-        )
+        gib = need / 2**30
+        rule = f"is less than the {gib:.1f} GiB of each node that a checkpoint is copied to before it is written"
+        yield Problem("slurm.mem", slurm.mem, rule, f"give {math.ceil(1.3 * gib)}G or more, or 0 for all of it")
 
 
 def _check_beginning(init_from: Path | None, resume: str) -> Problems:
@@ -707,8 +700,10 @@ SECRET = re.compile(  # in a line of shell; a value that begins with $ or ` is r
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
     """Every string in it, by its path."""
-    if isinstance(value, str):
-        yield path, value
+    if isinstance(value, str | Path):
+        yield path, str(value)
+    elif isinstance(value, Strict):
+        yield from _texts(dict(value), path)
     elif isinstance(value, tuple):
         yield from _texts(dict(enumerate(cast("tuple[object]", value))), path)
     elif isinstance(value, dict):
@@ -724,11 +719,8 @@ def _secret(path: str) -> Problem:
 def _check_words(output_dir: Path, init_from: Path | None, data: DataSection, logging: LoggingSection) -> Problems:
     if "%" in str(output_dir) or "\\" in str(output_dir):
         yield Problem("output_dir", output_dir, "holds a % or a \\, which Slurm reads as its own in file names")
-    places = {f"data.sources.{number}.path": str(source.path) for number, source in enumerate(data.sources)}
-    for path, text in [
-        *_texts(places | {"output_dir": str(output_dir), "init_from": str(init_from)}, ""),
-        *_texts(dict(logging.wandb), "logging.wandb"),
-    ]:
+    told = {"output_dir": output_dir, "init_from": init_from, "data": data, "logging": logging}
+    for path, text in _texts(told, ""):
         if SECRET.search(text):
             yield _secret(path.lstrip("."))
 
@@ -754,7 +746,7 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
             yield Problem(f"slurm.additional_parameters.{key}", value, "is ours to set", hint)
         elif value is False or not isinstance(value, str | int | float):
             yield Problem(f"slurm.additional_parameters.{key}", value, "must be a string, a number or true")
-    for path, text in _texts(dict(slurm), "slurm"):
+    for path, text in _texts(slurm, "slurm"):
         if SECRET_NAME.fullmatch(path.rpartition(".")[2]) or SECRET.search(text):
             yield _secret(path)
         elif not (re.sub(r"[\t\n]", "", text) if path.startswith("slurm.setup") else text).isprintable():
@@ -763,12 +755,10 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
 
 def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], prefix: str = "") -> Problems:
     for name, value in values.items():
-        later = cast("dict[str, list[object]] | None", fields[name].json_schema_extra)
         if isinstance(value, Strict):
             yield from _check_built(dict(value), type(value).model_fields, f"{prefix}{name}.")
-        elif later and value not in later["built"]:
-            hint = f"use {' or '.join(map(show, later['built']))}"
-            yield Problem(f"{prefix}{name}", value, "is not implemented yet", hint)
+        elif fields[name].json_schema_extra and value != fields[name].default:
+            yield Problem(f"{prefix}{name}", value, "is not implemented yet", f"use {show(fields[name].default)}")
 
 
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
@@ -871,7 +861,7 @@ def _fields(owner: type[Strict], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, info in owner.model_fields.items():
         yield prefix + name, info.description or ""
         for kind in get_args(info.annotation) if info.discriminator else (info.annotation,):
-            if isinstance(kind, type) and issubclass(kind, Strict):
+            if isinstance(kind, type) and issubclass(kind, Strict) and kind is not ModelConfig:  # `read_model` adds it
                 yield from _fields(kind, f"{prefix}{name}.")
 
 
@@ -943,16 +933,15 @@ def read_model(value: object, known: dict[str, str] | None = None) -> ModelSecti
         raise SpecError([Problem("model.architecture", architecture, rule)])
     if "/" in architecture:
         architecture = str(_absolute(architecture))
-    config_class = load_config(architecture)
-    owner = cast(type[Strict], config_class)
+    owner = load_config(architecture)
     known.update(_fields(owner, "model."))
     file = fields.pop("config_file", None)
     content = {} if file is None else _read_file(Path(str(file)), "model.config_file")
     try:
         # what stands in the spec wins over the file
-        fields = config_class.canonical({**config_class.canonical(content), **fields})
-        read = {key: item for key, item in fields.items() if key not in load_ignored(architecture)}
-        return ModelSection(architecture=architecture, config=cast(ModelConfig, owner.model_validate(read)))
+        fields = owner.canonical({**owner.canonical(content), **fields})
+        read = {key: item for key, item in fields.items() if key not in owner.IGNORED}
+        return ModelSection(architecture=architecture, config=owner.model_validate(read))
     except SpecError as error:  # rules over several fields, paths relative to the model
         problems = [replace(problem, path=f"model.{problem.path}") for problem in error.problems]
     except ValidationError as error:

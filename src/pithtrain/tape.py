@@ -30,6 +30,7 @@ DISPATCH' (A).
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -332,10 +333,6 @@ def run_now(ready: Closures) -> None:
 
 def new_stats(num_layers: int, num_experts: int, device: torch.device, dtype: torch.dtype) -> Stats:
     """Zeros. `dtype` is the accumulate dtype of the run."""
-    return Stats(
-        torch.zeros((), dtype=dtype, device=device),
-        torch.zeros(num_layers, dtype=dtype, device=device),
-        torch.zeros(num_layers, dtype=dtype, device=device),
-        torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device),
-        torch.zeros((), dtype=dtype, device=device),
-    )
+    zeros = partial(torch.zeros, dtype=dtype, device=device)
+    counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+    return Stats(zeros(()), zeros(num_layers), zeros(num_layers), counts_LE, zeros(()))

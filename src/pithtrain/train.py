@@ -40,7 +40,7 @@ from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
 from pithtrain.data import Dataset
 from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
 from pithtrain.events import Events, Metrics, layer_load
-from pithtrain.models.contract import causal_keys, flops_per_token
+from pithtrain.models.contract import active_parameters, causal_keys
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.parts import Part, chunks, to_device
@@ -75,6 +75,25 @@ class StepResult:
     empty: Tensor  # whether no token of the global batch had a label: then nothing is trained
 
 
+@dataclass(frozen=True)
+class Job:
+    """What every part of a run reads. `events`: of rank 0."""
+
+    spec: RunSpec
+    run_dir: RunDir
+    world: World
+    events: Events | None
+    watch: Watch
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """An event, if this is rank 0."""
+        if self.events is not None:
+            self.events.event(kind, **fields)
+
+    def warn(self, message: str) -> None:
+        self.tell("warning", message=message)
+
+
 def run(spec: RunSpec, run_dir: RunDir, place: Place, watch: Watch) -> Outcome:
     """Train to `training.max_steps`, or until any rank's `watch` is asked to stop; the state is saved either way.
 
@@ -89,7 +108,7 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, watch: Watch) -> Outcome:
     with connect(place, spec.mesh, device_type(spec), spec.distributed) as world:
         events = Events(run_dir, spec, place.attempt) if world.rank == 0 else None
         try:
-            outcome = _run(spec, run_dir, world, events, watch)
+            outcome = _run(Job(spec, run_dir, world, events, watch))
             watch.ended(outcome.step, outcome.finished)
             world.barrier()  # no rank leaves before the marker is there
         except BaseException as error:
@@ -108,49 +127,32 @@ def run(spec: RunSpec, run_dir: RunDir, place: Place, watch: Watch) -> Outcome:
         return outcome
 
 
-def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, watch: Watch) -> Outcome:
-    training = spec.training
+def _run(job: Job) -> Outcome:
+    spec, world, watch, training = job.spec, job.world, job.watch, job.spec.training
     report = preflight.look(world)
-    if events is not None:
-        for kind, fields in preflight.judge(report, run_dir.name):
-            events.event(kind, **fields)
+    if world.rank == 0:
+        for kind, fields in preflight.judge(report, job.run_dir.name):
+            job.tell(kind, **fields)
     dataset = None
     if world.pp == 0 or spec.data.document_mask:  # has the embedding and the loss; documents are every rank's
         dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
     watch.enter("init", 0)
     engine = build(spec, world)
-    about = _about(spec, run_dir, dataset)
+    about = _about(spec, job.run_dir, dataset)
     watch.enter("load", 0)
-    position = _resume(spec, run_dir, engine, events, watch, about)
+    position = _resume(job, engine, about)
     if dataset is not None:
         dataset.require(position.samples + (training.max_steps - position.step) * training.global_batch_size)
-    if events is not None:
-        events.rewind(position.step)
-        events.event("started", step=position.step, mesh=asdict(spec.mesh), device=str(world.device))
-        if spec.mesh.ep > 1:
-            events.event("transport", of="expert traffic", used=engine.transport.name, why=engine.transport.why)
-        kinds = [(re.sub(r"\.\d+\.", ".*.", p.name), p) for p in spec.model.config.parameters()]
-        decayed, kept = (sorted({name for name, p in kinds if p.decay == decays}) for decays in (True, False))
-        events.event("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
-        if spec.fp8.enabled:
-            quantized, kept = (sorted({name for name, p in kinds if p.fp8 == narrow}) for narrow in (True, False))
-            events.event("fp8", recipe=spec.fp8.recipe, quantized=quantized, kept=kept)
-        if spec.moe.force_load_balance:
-            events.event("warning", message=f"moe.force_load_balance: tokens go round robin, so {NOTHING_SAVED}")
+    if job.events is not None:
+        job.events.rewind(position.step)
+        _tell_start(job, engine, position.step)
 
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
     meter = _Meter(torch.zeros(3, device=world.device), z_L)
     keys = spec.checkpoint
-    saver = Saver(
-        run_dir.checkpoints,
-        engine.zero,
-        world,
-        about,
-        asynchronous=keys.async_save,
-        keep_last=keys.keep_last,
-        keep_interval=keys.keep_interval,
-    )
-    saves = _Saves(spec, engine, saver, events, watch, meter, position.step)
+    options = keys.async_save, keys.keep_last, keys.keep_interval
+    saver = Saver(job.run_dir.checkpoints, engine.zero, world, about, *options)
+    saves = _Saves(job, engine, saver, meter, position.step)
     stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
     if not stop and position.step < training.max_steps:
         if not spec.moe.force_load_balance:
@@ -160,7 +162,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
     if spec.profiling.on:
         from pithtrain.profiling import Profile  # nothing of it where it is off
 
-        profile = Profile(spec.profiling, world, events, watch)
+        profile = Profile(spec.profiling, world, job.events, watch)
     meter.restart()
     while position.step < training.max_steps and not stop:
         agreed = world.max(watch.should_stop(), watch.should_save(), saver.writing)
@@ -176,7 +178,7 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         tokens = training.global_batch_size * training.sequence_length
         position = Position(step, position.samples + training.global_batch_size, position.tokens + tokens)
         meter.stepped(step, result)
-        meter.flops += 0.0 if events is None else _flops(spec, batches)
+        meter.attention_flops += _attention_flops(spec, batches) if world.rank == 0 else 0.0
 
         stop, requested, writing = agreed()
         last = stop or step == training.max_steps
@@ -187,13 +189,13 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
         save_due = last or requested or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
         if log_due or save_due:
             count, first, empty = meter.skips.tolist()
-            if empty and events is not None:
+            if empty:
                 told = f"no token had a label in {empty:.0f} of the steps up to {step}: those updates were left out"
-                events.event("warning", message=told)
+                job.warn(told)
             meter.skips[2] = 0
             saves.step_s = (time.perf_counter() - meter.since) / meter.steps
             if log_due or count:
-                _log(spec, world, events, meter, position, lr, result)
+                _log(job, meter, position, lr, result)
                 meter.restart()
             if count:
                 saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
@@ -215,8 +217,23 @@ def _run(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, wa
     engine.zero.wait_for_weights()
     finished = position.step >= training.max_steps
     if finished and spec.checkpoint.export_hf == "final":
-        _export(spec, run_dir, world, events, watch, position.step)
+        _export(job, position.step)
     return Outcome(position.step if finished else saves.step, finished)
+
+
+def _tell_start(job: Job, engine: Engine, step: int) -> None:
+    spec = job.spec
+    job.tell("started", step=step, mesh=asdict(spec.mesh), device=str(job.world.device))
+    if spec.mesh.ep > 1:
+        job.tell("transport", of="expert traffic", used=engine.transport.name, why=engine.transport.why)
+    kinds = [(re.sub(r"\.\d+\.", ".*.", p.name), p) for p in spec.model.config.parameters()]
+    decayed, kept = (sorted({name for name, p in kinds if p.decay == decays}) for decays in (True, False))
+    job.tell("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
+    if spec.fp8.enabled:
+        quantized, kept = (sorted({name for name, p in kinds if p.fp8 == narrow}) for narrow in (True, False))
+        job.tell("fp8", recipe=spec.fp8.recipe, quantized=quantized, kept=kept)
+    if spec.moe.force_load_balance:
+        job.warn(f"moe.force_load_balance: tokens go round robin, so {NOTHING_SAVED}")
 
 
 @dataclass
@@ -227,11 +244,9 @@ class _Saves:
     `distributed.save_timeout_s`, and say so each time, while people make room.
     """
 
-    spec: RunSpec
+    job: Job
     engine: Engine
     saver: Saver
-    events: Events | None
-    watch: Watch
     meter: "_Meter"
     step: int  # whose state is on the disk
     requested: bool = False  # somebody waits for the save in flight
@@ -241,18 +256,19 @@ class _Saves:
     def save(self, position: Position, requested: bool = False, last: bool = False) -> None:
         """Begin a save; it is on the disk when this returns if it is synchronous, or `last` whatever the spec says.
         Raises SaveError when it could not be written for `save_timeout_s`. With forced routing it does nothing."""
-        if self.spec.moe.force_load_balance:
-            self.watch.saved()  # or one that is asked for would be due at every step
+        spec, world, watch = self.job.spec, self.job.world, self.job.watch
+        if spec.moe.force_load_balance:
+            watch.saved()  # or one that is asked for would be due at every step
             return
-        world, limit = self.engine.world, self.spec.distributed.save_timeout_s
+        limit = spec.distributed.save_timeout_s
         counts = all_reduce_sum(self.engine.counts_LE.clone(), world.pp_group).tolist()  # of all stages
         deadline = time.monotonic() + limit
         while True:
             begin = time.perf_counter()
             try:
-                self.watch.enter("save", position.step)
+                watch.enter("save", position.step)
                 self._settle()  # the one before
-                self.watch.enter("save", position.step)  # the limit is that of one save
+                watch.enter("save", position.step)  # the limit is that of one save
                 self.requested = self.requested or requested
                 self.saver.save(position, counts)
                 if last or not self.saver.asynchronous:
@@ -276,9 +292,8 @@ class _Saves:
             self.save(position, last=True)
 
     def _tell(self, position: Position, error: SaveError) -> None:
-        if self.events is not None:
-            until = f"tried again until {self.spec.distributed.save_timeout_s} s are over"
-            self.events.event("save_failed", step=position.step, message=f"{error}; {until}")
+        until = f"tried again until {self.job.spec.distributed.save_timeout_s} s are over"
+        self.job.tell("save_failed", step=position.step, message=f"{error}; {until}")
 
     def _settle(self) -> None:
         saved = self.saver.wait()
@@ -286,57 +301,52 @@ class _Saves:
             return
         self.step = saved.position.step
         if self.requested:
-            self.watch.saved()
-        if self.events is not None:
-            seconds = {"stall_s": round(saved.stall_s, 3), "write_s": round(saved.write_s, 3)}
-            facts = {"path": str(saved.path), **seconds, "bytes": saved.num_bytes, "requested": self.requested}
-            self.events.event("saved", step=self.step, **facts)
-            for note in saved.notes:
-                self.events.event("warning", message=note)
-            self._warn_of_short_delay(saved)
+            self.job.watch.saved()
+        seconds = {"stall_s": round(saved.stall_s, 3), "write_s": round(saved.write_s, 3)}
+        facts = {"path": str(saved.path), **seconds, "bytes": saved.num_bytes, "requested": self.requested}
+        self.job.tell("saved", step=self.step, **facts)
+        for note in saved.notes:
+            self.job.warn(note)
+        self._warn_of_short_delay(saved)
         self.requested = False
 
     def _warn_of_short_delay(self, saved: Saved) -> None:
         """Once: the time limit may end the run before the save that its signal asks for is through."""
         save_s = max(saved.stall_s, saved.write_s) * (2 if self.saver.asynchronous else 1)  # one is under way
-        need, delay = 1.5 * save_s + 2 * self.step_s, self.spec.slurm.signal_delay_s
-        if self.events is None or self.warned or self.spec.slurm.time is None or delay >= need:
+        slurm, need = self.job.spec.slurm, 1.5 * save_s + 2 * self.step_s
+        if self.warned or slurm.time is None or slurm.signal_delay_s >= need:
             return
         self.warned = True
         told = f"1.5 x a save of {save_s:.1f} s + 2 steps of {self.step_s:.1f} s"
-        self.events.event(
-            "warning",
-            message=f"slurm.signal_delay_s = {delay} is shorter than {told}: the time limit may end the run before it "
-            f"is saved; make it {math.ceil(need)} or more",
+        self.job.warn(
+            f"slurm.signal_delay_s = {slurm.signal_delay_s} is shorter than {told}: the time limit may end the run "
+            f"before it is saved; make it {math.ceil(need)} or more"
         )
 
 
-def _export(spec: RunSpec, run_dir: RunDir, world: World, events: Events | None, watch: Watch, step: int) -> None:
+def _export(job: Job, step: int) -> None:
     """`checkpoint.export_hf: final`: the last checkpoint in Hugging Face form, in hf/step-*; all ranks write."""
+    world, watch = job.world, job.watch
     watch.enter("save", step)
     begin = time.perf_counter()
-    newest = catalog.newest(run_dir.checkpoints, lambda reason: None) if world.rank == 0 else None
+    newest = catalog.newest(job.run_dir.checkpoints, lambda reason: None) if world.rank == 0 else None
     source = world.from_rank_zero(newest)
     assert source is not None, "the last step has just been saved"
-    out = run_dir.hf / source.name
+    out = job.run_dir.hf / source.name
     if world.from_rank_zero(out.exists()):  # a finished run that was started again
         return
     if world.rank == 0:
         shutil.rmtree(catalog.partial(out), ignore_errors=True)  # of an export that was killed
-    told: list[str] = []
 
     def beat(*_: object) -> None:
         watch.enter("save", step)
 
     share = {"rank": world.rank, "size": world.mesh.size, "barrier": world.barrier}
     try:
-        convert.export_hf(source, out, **share, note=told.append, progress=beat)
+        convert.export_hf(source, out, **share, note=job.warn, progress=beat)
     except CheckpointError as error:  # another attempt finds the run finished and tries this again
         raise RunFailed(f"step {step} is saved, and cannot be exported: {error}") from error
-    if events is not None:
-        for note in told:
-            events.event("warning", message=note)
-        events.event("exported", step=step, path=str(out), seconds=round(time.perf_counter() - begin, 3))
+    job.tell("exported", step=step, path=str(out), seconds=round(time.perf_counter() - begin, 3))
 
 
 def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: float) -> StepResult:
@@ -356,11 +366,9 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
 
 
 def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
-    """One over the valid tokens of the global batch, a device scalar, the same on all ranks; 0 if there is none.
-
-    Summed over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of
-    the step before, and a sum on them would wait for all of these.
-    """
+    """One over the valid tokens of the global batch, a device scalar, the same on all ranks; 0 if there is none. Summed
+    over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of the step
+    before, and a sum on them would wait for all of these."""
     world = engine.world
     valid = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
@@ -395,11 +403,8 @@ def read_batches(dataset: Dataset | None, spec: RunSpec, world: World, samples: 
 
 
 def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, step: int) -> float:
-    """The rate of step `step`, counted from 1. Warm-up is linear from peak / warmup_steps to peak.
-
-    linear and cosine reach min_lr at `decay_steps` (default max_steps), warm-up included; wsd falls linearly to min_lr
-    over the last `decay_steps` of max_steps.
-    """
+    """The rate of step `step`, counted from 1, as `LrSchedulerSection` has it. Warm-up is linear from peak /
+    warmup_steps to peak, and wsd's decay is linear."""
     decay = schedule.decay_steps or max_steps
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
@@ -412,33 +417,27 @@ def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, ste
     return schedule.min_lr + (peak - schedule.min_lr) * left
 
 
-def _resume(
-    spec: RunSpec, run_dir: RunDir, engine: Engine, events: Events | None, watch: Watch, about: dict[str, Any]
-) -> Position:
-    """Load the checkpoint to go on from; the beginning where there is none.
-
-    Rank 0 chooses and checks, since on a shared file system ranks may see different folders for a while.
-    """
-
-    world = engine.world
+def _resume(job: Job, engine: Engine, about: dict[str, Any]) -> Position:
+    """Load the checkpoint to go on from; the beginning where there is none. Rank 0 chooses and checks, since on a
+    shared file system ranks may see different folders for a while."""
+    spec, world, checkpoints = job.spec, job.world, job.run_dir.checkpoints
 
     def report(reason: str) -> None:
-        if events is not None:
-            events.event("skipped_checkpoint", reason=reason)
+        job.tell("skipped_checkpoint", reason=reason)
 
     def choose() -> list[Path]:
-        found = catalog.complete(run_dir.checkpoints, report)  # its own progress wins: a requeue goes on
+        found = catalog.complete(checkpoints, report)  # its own progress wins: a requeue goes on
         if found and spec.moe.force_load_balance:
             raise CheckpointError(
-                f"{run_dir.checkpoints} holds the state of a real training, which moe.force_load_balance would leave "
+                f"{checkpoints} holds the state of a real training, which moe.force_load_balance would leave "
                 "behind unsaved: measure in a run of its own"
             )
         if found:
             return found
-        saved = [row["step"] for row in read_lines(run_dir.events) if row["event"] == "saved"]
+        saved = [row["step"] for row in read_lines(job.run_dir.events) if row["event"] == "saved"]
         if saved:  # a restart from 0 would cut the run's history
             raise CheckpointError(
-                f"step {saved[-1]} was saved, and {run_dir.checkpoints} holds no complete checkpoint any more; "
+                f"step {saved[-1]} was saved, and {checkpoints} holds no complete checkpoint any more; "
                 "put one back, or start another run"
             )
         return catalog.candidates(Path(spec.resume), report) if spec.resume != "auto" else []
@@ -459,7 +458,7 @@ def _resume(
 
     candidates = world.from_rank_zero(choose() if world.rank == 0 else [])
     for path in candidates:
-        watch.enter("load", 0)
+        job.watch.enter("load", 0)
         content = world.from_rank_zero(look(path) if world.rank == 0 else cast(Marker, {}))
         try:
             position = checkpoint.load(path, engine.zero, world, content)
@@ -471,47 +470,47 @@ def _resume(
         if counts := content.get("expert_counts"):
             own = [[n * (layer in engine.layers) for n in row] for layer, row in enumerate(counts)]
             engine.counts_LE.copy_(torch.tensor(own))
-        if events is not None:
-            events.event("resumed", step=position.step, path=str(path))
-            saved, kept = checkpoint.moments_dtype(content), spec.optimizer.moments_dtype
-            if saved != kept and "bfloat16" in (saved, kept):
-                changed = f"moments were {saved} up to step {position.step} and are {kept} from here on"
-                events.event("warning", message=f"optimizer.moments_dtype: {changed}")
-            for key, theirs, ours in catalog.differences("data", content["data"], about["data"]):
-                changed = f"{key} was {theirs} up to step {position.step} and is {ours} from here on"
-                events.event("warning", message=f"{changed}: a sample's number stands for other text")
+        job.tell("resumed", step=position.step, path=str(path))
+        saved, kept = checkpoint.moments_dtype(content), spec.optimizer.moments_dtype
+        if saved != kept and "bfloat16" in (saved, kept):
+            changed = f"moments were {saved} up to step {position.step} and are {kept} from here on"
+            job.warn(f"optimizer.moments_dtype: {changed}")
+        for key, theirs, ours in catalog.differences("data", content["data"], about["data"]):
+            changed = f"{key} was {theirs} up to step {position.step} and is {ours} from here on"
+            job.warn(f"{changed}: a sample's number stands for other text")
         return position
     if spec.init_from is not None:
         told: list[str] = []
         convert.init(spec.init_from, engine.zero, world, spec.model, told.append, about["tokenizer"])
-        if events is not None:
-            events.event("initialised", path=str(spec.init_from))
-            for note in told:
-                events.event("warning", message=note)
+        job.tell("initialised", path=str(spec.init_from))
+        for note in told:
+            job.warn(note)
     return Position(step=0, samples=0)
 
 
 def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str, Any]:
     """What a checkpoint says of its run, beside the position and the tensors."""
-    about: dict[str, Any] = {"run": run_dir.name, "spec_hash": spec.stable_hash()}
-    about |= {"model": spec.model.model_dump(mode="json"), "tokenizer": None}
-    about["data"] = {  # what a position in samples means
-        "sources": [source.model_dump(mode="json") for source in spec.data.sources],
-        "shuffle": spec.data.shuffle,
-        "seed": spec.training.seed,
-        "sequence_length": spec.training.sequence_length,
+    return {
+        "run": run_dir.name,
+        "spec_hash": spec.stable_hash(),
+        "model": spec.model.model_dump(mode="json"),
+        # the ranks of the first stage have a data set, at least
+        "tokenizer": None if dataset is None else dataset.fingerprint,
+        "tokenizer_path": str(spec.data.tokenizer) if spec.data.tokenizer else None,
+        "data": {  # what a position in samples means
+            "sources": [source.model_dump(mode="json") for source in spec.data.sources],
+            "shuffle": spec.data.shuffle,
+            "seed": spec.training.seed,
+            "sequence_length": spec.training.sequence_length,
+        },
     }
-    about["tokenizer_path"] = str(spec.data.tokenizer) if spec.data.tokenizer else None
-    if dataset is not None:  # the ranks of the first stage, at least
-        about["tokenizer"] = dataset.fingerprint
-    return about
 
 
 @dataclass
 class _Meter:
     """What adds up: clocks between two log lines, on the host; skipped steps since the start, on the device: how many,
     and which was the first, with the z of its routers on this rank; and steps without a label since the last line.
-    `flops`: per token, of each step, on rank 0."""
+    `attention_flops`: per token, of each step, on rank 0."""
 
     skips: Tensor
     z_L: Tensor
@@ -519,10 +518,16 @@ class _Meter:
     steps: int = 0
     data_wait_s: float = 0.0
     stall_s: float = 0.0
-    flops: float = 0.0
+    attention_flops: float = 0.0
 
     def restart(self) -> None:
-        self.since, self.steps, self.data_wait_s, self.stall_s, self.flops = time.perf_counter(), 0, 0.0, 0.0, 0.0
+        self.since, self.steps, self.data_wait_s, self.stall_s, self.attention_flops = (
+            time.perf_counter(),
+            0,
+            0.0,
+            0.0,
+            0.0,
+        )
 
     def stalled(self, seconds: float) -> None:
         self.stall_s += seconds
@@ -544,8 +549,8 @@ def _first_bad_router(z_L: Tensor, world: World) -> str:
     return world.from_rank_zero("" if layer is None else f" (non-finite router logits, layer {layer}, rank {ranks})")
 
 
-def _flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
-    """FLOPs per token, forward and backward, as the documents of these micro-batches have it."""
+def _attention_flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
+    """FLOPs per token of attention's core, forward and backward, as the documents of these micro-batches have it."""
     config, length = spec.model.config, spec.training.sequence_length
     lengths: Counter[int] = Counter()
     for batch in batches:
@@ -558,46 +563,36 @@ def _flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
         seen = sum(count * n * causal_keys(n, window) for n, count in lengths.items())
         return seen / (len(batches) * spec.training.micro_batch_size * length)
 
-    layers = range(config.num_hidden_layers)  # a token of a document of one sees one key
-    more = (config.attention_flops(layer, 1) * (keys(config.carried(layer).window) - 1) for layer in layers)
-    return flops_per_token(config, 1) + sum(more)
+    layers = map(config.carried, range(config.num_hidden_layers))
+    return sum(6 * layer.widths * keys(layer.window) for layer in layers)
 
 
-def _log(
-    spec: RunSpec,
-    world: World,
-    events: Events | None,
-    meter: _Meter,
-    position: Position,
-    lr: float,
-    result: StepResult,
-) -> None:
+def _log(job: Job, meter: _Meter, position: Position, lr: float, result: StepResult) -> None:
     """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
-    config, training = spec.model.config, spec.training
-    stats, layers = result.stats, config.num_hidden_layers
+    spec, world, events, config, training = job.spec, job.world, job.events, job.spec.model.config, job.spec.training
+    stats = result.stats
     sums = stats.loss.view(1), stats.head_z.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
     total = world.sum(torch.cat([each.to(torch.float64) for each in sums]))
     if events is None:
         return
-    loss, head_z, *rest = total.tolist()
+    (loss,), (head_z,), balance_L, z_L, counts = (part.tolist() for part in total.cpu().split([len(x) for x in sums]))
     elapsed = time.perf_counter() - meter.since
-    moe = [layer for layer in range(layers) if config.is_moe(layer)]
-    first_count, experts = 2 * layers, config.num_experts
-    loads = [layer_load(layer, [int(n) for n in rest[first_count + layer * experts :][:experts]]) for layer in moe]
+    moe, experts = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)], config.num_experts
+    loads = [layer_load(layer, [int(n) for n in counts[layer * experts :][:experts]]) for layer in moe]
     every = spec.logging.expert_load_interval
     line_before = (position.step - 1) // spec.logging.interval * spec.logging.interval  # whether we wrote it or not
     whole = every is not None and position.step // every > line_before // every
     balanced = bool(moe) and spec.moe.load_balance_type != "none"
     tokens_per_step = training.global_batch_size * training.sequence_length
     rate = meter.steps * tokens_per_step / elapsed
-    flops = rate * meter.flops / meter.steps / world.mesh.size
+    flops = rate * (6 * active_parameters(config) + meter.attention_flops / meter.steps) / world.mesh.size
     peak = _peak_flops(world.device)
     line = Metrics(
         step=position.step,
         tokens_seen=position.tokens,
         loss=loss,
-        aux_loss=sum(rest[layer] for layer in moe) / len(moe) if balanced else None,
-        router_z_loss=sum(rest[layers + layer] for layer in moe) / len(moe) if moe and spec.moe.z_loss_coef else None,
+        aux_loss=sum(balance_L[layer] for layer in moe) / len(moe) if balanced else None,
+        router_z_loss=sum(z_L[layer] for layer in moe) / len(moe) if moe and spec.moe.z_loss_coef else None,
         head_z_loss=head_z if training.z_loss_coef else None,
         lr=lr,
         grad_norm=result.norm.item(),

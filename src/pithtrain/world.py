@@ -1,18 +1,8 @@
 """Where this rank stands: its rank, device, mesh coordinates, and one process group per axis and class of traffic.
 
 Axes, outer to inner: pp, dp, cp, ep. Operations on one communicator run in launch order, so traffic that may be in
-flight at the same time has a communicator of its own (ENGINE.md section 1):
-
-    pp              activations and their gradients, point to point
-    ep_fwd, ep_bwd  expert exchange forward and backward: the same ranks twice
-    cp              keys and values round the ranks that share a sequence, counts of its routers
-    dense           ranks that share the dense parameters of a stage: dp x cp x ep
-    expert          ranks that share the same experts: dp x cp
-    control         all ranks, on CPU: flags, checkpoint agreement
-    save            all ranks, on CPU: a checkpoint that is written behind the steps
-    world           all ranks, on the device: the gradient norm and the step's statistics
-
-A group of size 1 is None and its operations return their input. Every rank creates every group, in one order.
+flight at the same time has a communicator of its own (ENGINE.md section 1), a field of `World`. A group of size 1 is
+None and its operations return their input. Every rank creates every group, in one order.
 """
 
 import datetime
@@ -32,6 +22,7 @@ from pithtrain.spec import DistributedSection, Mesh
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
+AXES = ("pp", "dp", "cp", "ep")  # of `Mesh.coords`
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -60,15 +51,15 @@ class World:
     cp: int
     ep: int
     device: torch.device
-    control_group: Group
-    save_group: Group
-    world_group: Group
-    pp_group: Group
-    ep_fwd_group: Group
-    ep_bwd_group: Group
-    cp_group: Group
-    dense_group: Group
-    expert_group: Group
+    control_group: Group  # all ranks, on CPU: flags, checkpoint agreement
+    save_group: Group  # all ranks, on CPU: a checkpoint that is written behind the steps
+    world_group: Group  # all ranks, on the device: the gradient norm and the step's statistics
+    pp_group: Group  # activations and their gradients, point to point
+    ep_fwd_group: Group  # expert exchange forward
+    ep_bwd_group: Group  # and backward: the same ranks
+    cp_group: Group  # keys and values round the ranks that share a sequence, counts of its routers
+    dense_group: Group  # ranks that share the dense parameters of a stage: dp x cp x ep
+    expert_group: Group  # ranks that share the same experts: dp x cp
 
     @property
     def data_rank(self) -> int:
@@ -140,27 +131,25 @@ def all_gather(part: Tensor, whole: Tensor, group: Group) -> dist.Work | None:
 
 @contextmanager
 def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSection) -> Iterator[World]:
-    """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU).
-
-    Raises CapacityError when this process has no device of its own.
-    """
+    """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU). Raises
+    CapacityError when this process has no device of its own."""
     device = _device(place, device_type)
-    if mesh.size == 1:  # torch's checkpoint wants a process group even then; this one has no network and no peer
+    alone, limit = mesh.size == 1, datetime.timedelta(seconds=timeouts.init_timeout_s)
+    if alone:  # torch's checkpoint wants a process group even then; this one has no network and no peer
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            yield _world(place, mesh, device, timeouts)
-        finally:
-            dist.destroy_process_group()
-        return
-    limit = datetime.timedelta(seconds=timeouts.init_timeout_s)
-    store = next(rendezvous(place.init_method, place.rank, place.world_size, timeout=limit))[0]
-    store.set_timeout(limit)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
-    if device.type == "cuda":
+    else:
+        store = next(rendezvous(place.init_method, place.rank, place.world_size, timeout=limit))[0]
+        store.set_timeout(limit)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=mesh.size, timeout=limit)
+    if device.type == "cuda" and not alone:
         _require_own_device(place, device)
-    yield _world(place, mesh, device, timeouts)
-    dist.destroy_process_group()  # not after an exception: a peer may be gone, and the process is about to end
+    leave = alone
+    try:
+        yield _world(place, mesh, device, timeouts)
+        leave = True
+    finally:
+        if leave:  # after an exception a peer may be gone, and the process is about to end
+            dist.destroy_process_group()
 
 
 def _device(place: Place, device_type: str) -> torch.device:
@@ -195,16 +184,14 @@ def refuse_shared(devices: Sequence[str | None]) -> None:
 
 
 def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: DistributedSection) -> World:
-    pp, dp, cp, ep = mesh.coords(place.rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
 
-    def group(
-        key: Callable[[int], tuple[int, ...]], timeout_s: int = timeouts.train_timeout_s, on: str = backend
-    ) -> Group:
-        """This rank's group among those that partition all ranks by `key`."""
+    def group(*same: str, timeout_s: int = timeouts.train_timeout_s, on: str = backend) -> Group:
+        """The ranks that stand where this one does on the axes `same`."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.size):
-            members.setdefault(key(rank), []).append(rank)
+            coords = mesh.coords(rank)
+            members.setdefault(tuple(coords[AXES.index(axis)] for axis in same), []).append(rank)
         mine: Group = None
         for ranks in members.values():
             if len(ranks) > 1:
@@ -216,30 +203,16 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
             dist.all_reduce(torch.zeros(1, device=device), group=mine)
         return mine
 
-    def stage_and_ep(rank: int) -> tuple[int, ...]:
-        pp, _, _, ep = mesh.coords(rank)
-        return pp, ep
-
-    def all_but_cp(rank: int) -> tuple[int, ...]:
-        pp, dp, _, ep = mesh.coords(rank)
-        return pp, dp, ep
-
     return World(
-        mesh=mesh,
-        rank=place.rank,
-        pp=pp,
-        dp=dp,
-        cp=cp,
-        ep=ep,
-        device=device,
+        *(mesh, place.rank, *mesh.coords(place.rank), device),
         # a synchronous save writes while the others wait here
-        control_group=group(lambda rank: (), max(timeouts.train_timeout_s, timeouts.save_timeout_s), "gloo"),
-        save_group=group(lambda rank: (), timeouts.save_timeout_s, "gloo"),
-        world_group=group(lambda rank: ()),
-        pp_group=group(lambda rank: mesh.coords(rank)[1:]),
-        ep_fwd_group=group(lambda rank: mesh.coords(rank)[:3]),
-        ep_bwd_group=group(lambda rank: mesh.coords(rank)[:3]),
-        cp_group=group(all_but_cp),
-        dense_group=group(lambda rank: mesh.coords(rank)[:1]),
-        expert_group=group(stage_and_ep),
+        control_group=group(timeout_s=max(timeouts.train_timeout_s, timeouts.save_timeout_s), on="gloo"),
+        save_group=group(timeout_s=timeouts.save_timeout_s, on="gloo"),
+        world_group=group(),
+        pp_group=group("dp", "cp", "ep"),
+        ep_fwd_group=group("pp", "dp", "cp"),
+        ep_bwd_group=group("pp", "dp", "cp"),
+        cp_group=group("pp", "dp", "ep"),
+        dense_group=group("pp"),
+        expert_group=group("pp", "ep"),
     )

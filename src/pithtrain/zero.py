@@ -14,8 +14,8 @@ collectives need no packing. Worked example, 10 rows on n = 4: chunks of 3, shar
 
 Gradients are *summed*; the loss carried 1 / (valid tokens of the global batch), and nothing else scales them.
 
-A parameter of update "load" (a router's selection bias) has a master and a weight alone: no gradient, no moments, no
-bucket, no part in the norm, no decay. `update` moves it by the expert load of the whole global batch.
+A parameter of update "load" (a router's selection bias) has a master and a weight alone; `update` moves it by the
+expert load of the whole global batch.
 """
 
 from collections.abc import Iterable, Sequence

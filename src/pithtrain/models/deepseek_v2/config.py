@@ -1,63 +1,44 @@
-"""DeepSeek-V2 and V3 in numbers: Hugging Face fields, parameter table, FLOPs, a tiny size. No torch.
+"""DeepSeek-V2 and V3 in numbers: Hugging Face fields, parameter table, FLOPs. No torch.
 
 Pre-norm blocks; multi-head latent attention (keys and values come from one narrow latent per token, the rotary part
 of the key is shared by all heads); a feed-forward of routed experts plus shared ones that every token visits, dense in
 the first layers. `model_type` decides the router: V2 a softmax, plain top-k or within the best groups; V3 a sigmoid
 whose choice, never its weights, is moved by a bias that follows the load.
 
-FLOPs per token count forward and backward, `6 * in * out` per matmul that the token visits, and attention's core as
-`6 * heads * (d_qk + d_v)` per visible key, causal. Worked example, DeepSeek-V2-Lite (27 layers, the first one dense,
-H 2048, 16 heads of 128 + 64 and 128, latent 512, 6 of 64 experts of 1408 and two shared, vocabulary 102400) at 4096:
-
-    attention  16*192 H + 576 H + 512*16*256 + 16*128 H =  13.8 M weights, core 6 * 16 * 320 * 2048.5 = 62.9 MFLOP
-    dense      3 * 10944 H                              =  67.2 M
-    MoE        (6 + 2) * 3 * 1408 H + 64 H              =  69.3 M
-    27 x (6 x 13.8 M + 62.9 M) + 6 x (67.2 M + 26 x 69.3 M) + 6 x 209.7 M (head) = 16.407 GFLOP; 15.71 B parameters,
-    of which 2.451 B meet a token.
+FLOPs per token (forward and backward, `6 x` the weights a token meets, plus the attention core): for V2-Lite at 4096
+tokens 27 x (6 x 13.8 M + 62.9 M) + 6 x (67.2 M dense + 26 x 69.3 M MoE) + 6 x 209.7 M (head) = 16.407 GFLOP; 15.71 B
+parameters, of which 2.451 B meet a token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from pithtrain.models import contract
 from pithtrain.models.contract import (
     NO_EFFECT,
     Carried,
-    HfTensor,
     Integer,
+    ModelConfig,
     Parameter,
     PlainRope,
     Positive,
-    Strict,
-    causal_keys,
-    check,
+    Rule,
+    experts,
     linear,
     matrix,
     mlp,
-    one_rope,
     only,
-    rename,
-    usual_files,
     vector,
-    whole_table,
 )
 
 
-class Yarn(Strict):
-    """YaRN (arXiv 2309.00071) on the `qk_rope_head_dim` part. Hugging Face and the published code read an absent or
-    zero mscale differently, so both are needed and above 0."""
+class Yarn(contract.Yarn):
+    """On the `qk_rope_head_dim` part. Hugging Face and the published code read an absent or zero mscale differently, so
+    both are needed and above 0."""
 
-    rope_type: Literal["yarn"] = Field(description="how the waves are scaled")
-    rope_theta: float = Field(gt=1, description="base of the rotation's wave lengths")
-    factor: float = Field(ge=1, description="how many times longer than trained")
-    original_max_position_embeddings: Positive = Field(
-        description="tokens the frequencies were trained for; nothing else sets the ramp's ends"
-    )
-    beta_fast: float = Field(gt=0, description="turns from which a frequency stays")
-    beta_slow: float = Field(gt=0, description="turns up to which it is slowed by factor")
     mscale: float = Field(gt=0, description="strength of the factor on cos and sin")
     mscale_all_dim: float = Field(
         gt=0, description="strength of the squared factor on the softmax scale, taken off cos and sin"
@@ -71,14 +52,27 @@ ROUTERS = {
 """scoring_func and topk_method of each model_type."""
 
 
-class Config(Strict):
-    """The HF fields of DeepSeek-V2 and V3. Raises SpecError when fields contradict each other."""
+class Config(ModelConfig):
+    """The HF fields of DeepSeek-V2 and V3."""
+
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **NO_EFFECT,
+        "aux_loss_alpha": "balance coefficients come from moe",
+        "seq_aux": "the kind of balance comes from moe.load_balance_type",
+        "ep_size": "where experts live comes from parallelism",
+        "pretraining_tp": "a way to cut products that changes no result",
+        "num_nextn_predict_layers": "the multi-token prediction layers behind the model are not built",
+        "num_mtp_layers": "the multi-token prediction layers behind the model are not built",
+        "head_dim": "it is qk_rope_head_dim, whatever stands there",
+        "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim, whatever stands there",
+        "auto_map": "names code in a model's folder, which is never run",
+    }
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+    }
 
     model_type: Literal["deepseek_v2", "deepseek_v3"] = Field(description="HF's name; it decides the router")
-    vocab_size: Positive = Field(description="rows of the embedding and of the head")
-    hidden_size: Positive = Field(description="H, width of the residual stream")
-    num_hidden_layers: Positive = Field(le=256, description="L, number of blocks; the search for a cut ends at 256")
-    num_attention_heads: Positive = Field(description="heads")
     num_key_value_heads: Positive | None = Field(default=None, description="as many as heads: the latent is shared")
     q_lora_rank: Positive | None = Field(description="width of the query's latent; null: one matrix makes the queries")
     kv_lora_rank: Positive = Field(description="width of the latent that keys and values come from")
@@ -93,7 +87,6 @@ class Config(Strict):
     moe_intermediate_size: Positive = Field(description="I, width of one expert")
     n_routed_experts: Positive = Field(description="E, routed experts of an MoE layer")
     n_shared_experts: Positive = Field(description="experts that every token visits, one matrix of this many times I")
-    num_experts_per_tok: Positive = Field(description="k, routed experts that a token visits")
     first_k_dense_replace: Annotated[Integer, Field(ge=0)] = Field(description="layers at the start that are dense")
     moe_layer_freq: Annotated[Integer, only(1)] = Field(default=1, description="every later layer has experts")
     scoring_func: Literal["softmax", "sigmoid"] = Field(description="follows from model_type where it is left out")
@@ -104,68 +97,46 @@ class Config(Strict):
     topk_group: Positive | None = Field(default=None, description="groups open to a token; greedy reads none")
     norm_topk_prob: bool = Field(description="V3: whether the k routing weights are divided by their sum")
     routed_scaling_factor: float = Field(gt=0, description="multiplies the routing weights at the end")
-    rms_norm_eps: float = Field(gt=0, description="epsilon of every norm, those of the latents included")
     rope_parameters: PlainRope | Yarn = Field(
         discriminator="rope_type", description="or rope_theta and rope_scaling beside the other fields"
     )
     rope_interleave: bool = Field(
         default=True, description="rotated pairs are neighbours, as in every file without the field; V3 may say halves"
     )
-    max_position_embeddings: Positive | None = Field(
-        default=None, description="longest sequence allowed, in tokens; a limit only"
-    )
-    tie_word_embeddings: bool = Field(description="whether the head is the embedding")
-    initializer_range: float = Field(gt=0, description="standard deviation of every matrix at the start")
-    hidden_act: Annotated[str, only("silu")] = Field(default="silu", description="activation of the gate")
-    attention_dropout: Annotated[float, only(0.0)] = Field(default=0.0, description="no dropout is built")
     quantization_config: Annotated[
         object, only(None, "fp8 files are not read: convert them to bf16, then take this field out of config.json")
     ] = Field(default=None, description="of files in fp8")
 
     @classmethod
     def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
-        """`rope_theta`, alone or with `rope_scaling` = `rope_parameters`; `num_experts` or `num_local_experts` =
-        `n_routed_experts`; scoring_func, and V3's topk_method, by model_type where they are left out."""
-        fields = dict(fields)
-        one_rope(fields)
-        rename(fields, "num_experts", "n_routed_experts")
-        rename(fields, "num_local_experts", "n_routed_experts")
-        if fields.get("model_type") == "deepseek_v3":
-            fields = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", **fields}
-        if fields.get("model_type") == "deepseek_v2":
-            fields = {"scoring_func": "softmax", **fields}
-        return fields
+        """scoring_func, and V3's topk_method, by model_type where they are left out."""
+        follow = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+        follow["deepseek_v2"] = {"scoring_func": "softmax"}
+        return {**follow.get(str(fields.get("model_type")), {}), **super().canonical(fields)}
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        rope, E, k, v3 = self.rope_parameters, self.n_routed_experts, self.num_experts_per_tok, self.sigmoid
-        heads, own = self.num_attention_heads, self.num_key_value_heads in (None, self.num_attention_heads)
-        ramp = rope.rope_type == "default" or rope.beta_fast >= rope.beta_slow
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        E, k, v3, heads = self.n_routed_experts, self.num_experts_per_tok, self.sigmoid, self.num_attention_heads
+        yield "num_key_value_heads", self.num_key_value_heads in (None, heads), f"must be num_attention_heads = {heads}"
+        yield "qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "must be even: the rotary embedding turns pairs"
+        neighbours = "deepseek_v2 rotates neighbours, whatever a file says"
+        yield "rope_interleave", v3 or self.rope_interleave, neighbours
+        yield "mlp_bias", not (v3 and self.mlp_bias), "deepseek_v3 has no such biases"
         two_readings = "the published V2 code then leaves routed_scaling_factor out, transformers ignores the field"
+        yield "norm_topk_prob", v3 or not self.norm_topk_prob, f"must be false for deepseek_v2: {two_readings}"
         router, built = f"{self.scoring_func} {self.topk_method}", ROUTERS[self.model_type]
-        greedy, num, kept = self.topk_method == "greedy", self.n_group or E + 1, self.topk_group or 0
-        size, least = E // num, 2 if v3 else 1
-        equal, open_ = E % num == 0 and size >= least, 0 < kept <= num and kept * size >= k
+        yield "topk_method", router in built, f"{self.model_type} has {' or '.join(built)}, not {router}"
+        if self.topk_method == "greedy":
+            return
+        num, kept, least = self.n_group or E + 1, self.topk_group or 0, 2 if v3 else 1
+        size = E // num
         groups = f"must divide n_routed_experts = {E} into groups of at least {least}; 1 is one group"
+        yield "n_group", E % num == 0 and size >= least, groups
         left = f"must be at most n_group and leave num_experts_per_tok = {k} experts open"
-        check(
-            self,
-            ("num_key_value_heads", own, f"must be num_attention_heads = {heads}"),
-            ("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "must be even: the rotary embedding turns pairs"),
-            ("rope_parameters.beta_fast", ramp, "must not be below beta_slow"),
-            ("rope_interleave", v3 or self.rope_interleave, "deepseek_v2 rotates neighbours, whatever a file says"),
-            ("mlp_bias", not (v3 and self.mlp_bias), "deepseek_v3 has no such biases"),
-            ("num_experts_per_tok", k <= E, f"a token cannot visit more experts than n_routed_experts = {E}"),
-            ("norm_topk_prob", v3 or not self.norm_topk_prob, f"must be false for deepseek_v2: {two_readings}"),
-            ("topk_method", router in built, f"{self.model_type} has {' or '.join(built)}, not {router}"),
-            ("n_group", greedy or equal, groups),
-            ("topk_group", greedy or open_, left),
-        )
-        return self
+        yield "topk_group", 0 < kept <= num and kept * size >= k, left
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return self.n_routed_experts
 
     @property
@@ -193,140 +164,45 @@ class Config(Strict):
         yield "kv_b_proj", heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank, False
         yield "o_proj", H, heads * self.v_head_dim, True
 
-    def _layer_parameters(self, layer: int) -> Iterator[Parameter]:
-        H, E, I, std = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size, self.initializer_range  # noqa: E741
-        prefix = f"model.layers.{layer}"
-        yield vector(f"{prefix}.input_layernorm.weight", (H,), "ones", layer)
+    def layer_parameters(self, layer: int) -> Iterator[Parameter]:
+        H, E, I = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size  # noqa: E741
+        yield vector("input_layernorm.weight", (H,), "ones")
         for name, out, width, biased in self._projections():
             bias = biased and self.attention_bias
             latent = name.startswith("kv_")  # narrow, and what all keys and values are made of, on whatever rank
-            yield from linear(f"{prefix}.self_attn.{name}", (out, width), std, layer, bias=bias, exact=latent)
+            yield from linear(f"self_attn.{name}", (out, width), bias=bias, exact=latent)
         if self.q_lora_rank is not None:
-            yield vector(f"{prefix}.self_attn.q_a_layernorm.weight", (self.q_lora_rank,), "ones", layer)
-        yield vector(f"{prefix}.self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), "ones", layer)
-        yield vector(f"{prefix}.post_attention_layernorm.weight", (H,), "ones", layer)
+            yield vector("self_attn.q_a_layernorm.weight", (self.q_lora_rank,), "ones")
+        yield vector("self_attn.kv_a_layernorm.weight", (self.kv_lora_rank,), "ones")
+        yield vector("post_attention_layernorm.weight", (H,), "ones")
         if not self.is_moe(layer):
-            yield from mlp(f"{prefix}.mlp", H, self.intermediate_size, std, layer, bias=self.mlp_bias)
+            yield from mlp("mlp", H, self.intermediate_size, bias=self.mlp_bias)
             return
-        yield matrix(f"{prefix}.mlp.gate.weight", (E, H), std, layer, fp32=True)
+        yield matrix("mlp.gate.weight", (E, H), fp32=True)
         if self.sigmoid:
-            yield replace(vector(f"{prefix}.mlp.gate.e_score_correction_bias", (E,), "zeros", layer), update="load")
-        yield matrix(f"{prefix}.mlp.experts.gate_up_proj", (E, 2 * I, H), std, layer)  # gate rows, then up
-        yield matrix(f"{prefix}.mlp.experts.down_proj", (E, H, I), std, layer)
-        yield from mlp(f"{prefix}.mlp.shared_experts", H, self.n_shared_experts * I, std, layer, bias=self.mlp_bias)
+            yield replace(vector("mlp.gate.e_score_correction_bias", (E,), "zeros"), update="load")
+        yield from experts("mlp.experts", E, H, I)
+        yield from mlp("mlp.shared_experts", H, self.n_shared_experts * I, bias=self.mlp_bias)
 
-    def parameters(self) -> tuple[Parameter, ...]:
-        return whole_table(self, self.initializer_range, self._layer_parameters)
-
-    def hf_tensors(self) -> tuple[HfTensor, ...]:
-        """As the family is published: one matrix per expert and projection, the shared experts one MLP, out x in and
-        rotated pairs as ours."""
-        return usual_files(self)
-
-    def hf_config(self) -> dict[str, object]:
-        """Every field of ours, null too where HF's default is a number; rope under its old names too, for the published
-        code and readers before transformers 5; no multi-token prediction layers."""
-        fields = self.model_dump(mode="json", exclude_none=True)
+    def hf_config(self) -> dict[str, Any]:
+        """Null too where HF's default is a number; the rope's scaling under its old name too, for the published code
+        and readers before transformers 5; no multi-token prediction layers."""
+        fields = super().hf_config()
         rope = fields["rope_parameters"]
         if rope["rope_type"] != "default":
             fields["rope_scaling"] = rope | {"type": rope["rope_type"]}
             fields["rope_parameters"] = fields["rope_scaling"]  # transformers 5 takes the one for the other
         return {
-            "architectures": [f"DeepseekV{3 if self.sigmoid else 2}ForCausalLM"],
             **fields,
             "num_key_value_heads": self.num_attention_heads,
             "q_lora_rank": self.q_lora_rank,
             "n_group": self.n_group,
             "topk_group": self.topk_group,
             "num_nextn_predict_layers": 0,
-            "rope_theta": rope["rope_theta"],
         }
-
-    def linear_weights(self, layer: int) -> int:
-        """Weights of one layer that a token meets in matrix products: k of the E experts, and the shared ones."""
-        weights = sum(out * width for _, out, width, _ in self._projections())
-        if not self.is_moe(layer):
-            return weights + 3 * self.intermediate_size * self.hidden_size
-        experts = 3 * (self.num_experts_per_tok + self.n_shared_experts) * self.moe_intermediate_size
-        return weights + (self.n_routed_experts + experts) * self.hidden_size
-
-    def attention_flops(self, layer: int, sequence_length: int) -> float:
-        return 6 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * causal_keys(sequence_length)
 
     def carried(self, layer: int) -> Carried:
         heads, rope = self.num_attention_heads, self.qk_rope_head_dim
         product = heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return Carried(self.kv_lora_rank + rope, None, product, heads * self.qk_head_dim)
-
-
-IGNORED = {
-    **NO_EFFECT,
-    "aux_loss_alpha": "balance coefficients come from moe",
-    "seq_aux": "the kind of balance comes from moe.load_balance_type",
-    "ep_size": "where experts live comes from parallelism",
-    "pretraining_tp": "a way to cut products that changes no result",
-    "num_nextn_predict_layers": "the multi-token prediction layers behind the model are not built",
-    "num_mtp_layers": "the multi-token prediction layers behind the model are not built",
-    "head_dim": "it is qk_rope_head_dim, whatever stands there",
-    "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim, whatever stands there",
-    "auto_map": "names code in a model's folder, which is never run",
-}
-
-TINY = Config(
-    model_type="deepseek_v2",
-    vocab_size=128,
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    q_lora_rank=None,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    attention_bias=False,
-    intermediate_size=48,
-    moe_intermediate_size=16,
-    n_routed_experts=8,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    first_k_dense_replace=1,
-    scoring_func="softmax",
-    topk_method="greedy",
-    norm_topk_prob=False,
-    routed_scaling_factor=1.0,
-    rms_norm_eps=1e-6,
-    rope_parameters=Yarn(
-        rope_type="yarn",
-        rope_theta=1000.0,
-        factor=8.0,
-        original_max_position_embeddings=256,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        mscale=0.707,
-        mscale_all_dim=0.707,
-    ),
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-    initializer_range=0.02,
-)
-
-VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load("""
-query latent, biases everywhere: {q_lora_rank: 24, attention_bias: true, mlp_bias: true}
-groups, factor, shared experts: {topk_method: group_limited_greedy, n_group: 4, topk_group: 2, num_experts_per_tok: 3,
-  routed_scaling_factor: 16.0, n_shared_experts: 2}
-V3: &V3 {model_type: deepseek_v3, scoring_func: sigmoid, topk_method: noaux_tc, n_group: 4, topk_group: 2,
-  q_lora_rank: 24, norm_topk_prob: true, routed_scaling_factor: 2.5}
-V3, one group, unnormalised, biases, halves: {<<: *V3, n_group: 1, topk_group: 1, norm_topk_prob: false,
-  attention_bias: true, rope_interleave: false, first_k_dense_replace: 0}
-eps: {<<: *V3, rms_norm_eps: 0.001}
-mscale 1, factor 40: {max_position_embeddings: 10240, rope_parameters: {rope_type: yarn, factor: 40.0,
-  rope_theta: 1000.0, original_max_position_embeddings: 256, beta_fast: 32.0, beta_slow: 1.0, mscale: 1.0,
-  mscale_all_dim: 1.0}}
-every YaRN number: {max_position_embeddings: 20480, rope_parameters: {rope_type: yarn, rope_theta: 500.0, factor: 40.0,
-  original_max_position_embeddings: 512, beta_fast: 16.0, beta_slow: 4.0, mscale: 1.0, mscale_all_dim: 0.8}}
-plain rope, tied head: {rope_parameters: {rope_type: default, rope_theta: 500.0}, tie_word_embeddings: true,
-  max_position_embeddings: 64}
-widths of heads: {hidden_size: 64, num_attention_heads: 8, num_key_value_heads: 8, qk_nope_head_dim: 16, v_head_dim: 12}
-every other size: {vocab_size: 96, num_hidden_layers: 5, first_k_dense_replace: 2, kv_lora_rank: 20,
-  qk_rope_head_dim: 4, intermediate_size: 40, moe_intermediate_size: 24, n_routed_experts: 4, initializer_range: 0.1}
-""")
+        widths = heads * (self.qk_head_dim + self.v_head_dim)
+        return Carried(widths, self.kv_lora_rank + rope, None, product, heads * self.qk_head_dim)

@@ -65,12 +65,13 @@ def build_layer(config: Config, index: int, weights: Mapping[str, Weight], balan
         take(matrices, *into, *(f"{name}.bias" for name in into)),
         take(vectors, "input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
     )
-    if not config.is_moe(index):
-        return Layer(index, before, core, Region(partial(_dense_layer, config), matrices, vectors), None, None)
-    experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
-    shared = {name: matrices.pop(name) for name in list(matrices) if name.startswith("mlp.shared_experts.")}
-    after = partial(_after, config, balance, None if bias is None else bias.data)
-    return Layer(index, before, core, Region(after, matrices, vectors), Region(_shared, shared, {}), experts)
+    experts = shared = None
+    if config.is_moe(index):
+        experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
+        names = [name for name in matrices if name.startswith("mlp.shared_experts.")]
+        shared = Region(_shared, take(matrices, *names), {})
+    after = partial(_after, config, balance if experts else None, None if bias is None else bias.data)
+    return Layer(index, before, core, Region(after, matrices, vectors), shared, experts)
 
 
 @dataclass(frozen=True)
@@ -114,17 +115,21 @@ def _before(
 
 def _after(
     config: Config,
-    balance: Balance,
+    balance: Balance | None,
     bias_E: Tensor | None,
     lin: Linears,
     vectors: Vectors,
     h_BSH: Tensor,
     out: Tensor,
     ids_TK: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
-    """h, out of attention -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
+) -> tuple[tuple[Tensor, ...], Routing | None]:
+    """h, out of attention -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing; without `balance`, in a dense
+    layer, (h',)."""
     mid = h_BSH + lin("self_attn.o_proj", out)
-    n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
+    n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps)
+    if balance is None:
+        return (mid + _mlp("mlp", lin, n),), None
+    n = n.flatten(0, 1)
     k, normalize, factor = config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
     groups = None
     if config.topk_method != "greedy" and config.n_group and config.topk_group:
@@ -140,14 +145,6 @@ def _after(
 def _shared(lin: Linears, vectors: Vectors, n_TH: Tensor) -> tuple[tuple[Tensor], None]:
     """n -> (x,): the experts that every token visits, one MLP."""
     return (_mlp("mlp.shared_experts", lin, n_TH),), None
-
-
-def _dense_layer(
-    config: Config, lin: Linears, vectors: Vectors, h_BSH: Tensor, out: Tensor
-) -> tuple[tuple[Tensor], None]:
-    """h, out of attention -> (h',)."""
-    mid = h_BSH + lin("self_attn.o_proj", out)
-    return (mid + _mlp("mlp", lin, rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps)),), None
 
 
 def _mlp(name: str, lin: Linears, n: Tensor) -> Tensor:

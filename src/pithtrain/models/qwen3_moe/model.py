@@ -45,10 +45,11 @@ def build_layer(config: Config, index: int, weights: Mapping[str, Weight], balan
         take(vectors, "input_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
     )
     core = Core(config.head_dim**-0.5, config.num_attention_heads * config.head_dim)
-    if not config.is_moe(index):
-        return Layer(index, before, core, Region(partial(_dense_layer, config), matrices, vectors), None, None)
-    experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
-    return Layer(index, before, core, Region(partial(_after, config, balance), matrices, vectors), None, experts)
+    experts = None
+    if config.is_moe(index):
+        experts = Experts(matrices.pop("mlp.experts.gate_up_proj"), matrices.pop("mlp.experts.down_proj"))
+    after = partial(_after, config, balance if experts else None)
+    return Layer(index, before, core, Region(after, matrices, vectors), None, experts)
 
 
 def _before(
@@ -65,26 +66,19 @@ def _before(
 
 def _after(
     config: Config,
-    balance: Balance,
+    balance: Balance | None,
     lin: Linears,
     vectors: Vectors,
     h_BSH: Tensor,
     out: Tensor,
     ids_TK: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Routing]:
-    """h, out of attention -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing."""
-    mid = h_BSH + lin("self_attn.o_proj", out)
-    n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps).flatten(0, 1)
-    k, normalize = config.num_experts_per_tok, config.norm_topk_prob
-    weights_TK, routing = route_softmax(lin("mlp.gate", n), k, normalize, 1.0, None, balance, ids_TK)
-    return (mid, n, weights_TK), routing
-
-
-def _dense_layer(
-    config: Config, lin: Linears, vectors: Vectors, h_BSH: Tensor, out: Tensor
-) -> tuple[tuple[Tensor], None]:
-    """h, out of attention -> (h',)."""
+) -> tuple[tuple[Tensor, ...], Routing | None]:
+    """h, out of attention -> (mid [B, S, H], n [T, H], weights [T, K] fp32), routing; without `balance`, in a dense
+    layer, (h',)."""
     mid = h_BSH + lin("self_attn.o_proj", out)
     n = rms_norm(mid, vectors["post_attention_layernorm"], config.rms_norm_eps)
-    act = swiglu(lin("mlp.gate_proj", n), lin("mlp.up_proj", n))
-    return (mid + lin("mlp.down_proj", act),), None
+    if balance is None:
+        return (mid + lin("mlp.down_proj", swiglu(lin("mlp.gate_proj", n), lin("mlp.up_proj", n))),), None
+    n, k, normalize = n.flatten(0, 1), config.num_experts_per_tok, config.norm_topk_prob
+    weights_TK, routing = route_softmax(lin("mlp.gate", n), k, normalize, 1.0, None, balance, ids_TK)
+    return (mid, n, weights_TK), routing
