@@ -521,13 +521,8 @@ class _Meter:
     attention_flops: float = 0.0
 
     def restart(self) -> None:
-        self.since, self.steps, self.data_wait_s, self.stall_s, self.attention_flops = (
-            time.perf_counter(),
-            0,
-            0.0,
-            0.0,
-            0.0,
-        )
+        self.since, self.steps = time.perf_counter(), 0
+        self.data_wait_s = self.stall_s = self.attention_flops = 0.0
 
     def stalled(self, seconds: float) -> None:
         self.stall_s += seconds
