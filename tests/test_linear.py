@@ -192,7 +192,7 @@ def test_512_micro_batches_add_up_in_fp32() -> None:
         sums.append({name: region.matrices[name].main_grad.clone() for name in SHAPES})
     for name, once in sums[0].items():
         assert once.dtype == torch.float32
-        assert_near(sums[1][name], 512 * once, 1e-5)
+        assert_near(sums[1][name], 512 * once, 512 * 2**-24)  # every addition may round the same way
 
 
 def test_accumulate_dtypes() -> None:
