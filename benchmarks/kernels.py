@@ -377,7 +377,7 @@ def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -
     heads = shape.heads[0] * shape.heads[2]
 
     def multiply(x: Tensor, w: Fp8, gathers: bool) -> Tensor:
-        q = fp8.quantize(tokens, recipe)._replace(row=row_R) if gathers else fp8.quantize(x, recipe)
+        q = fp8.quantize(tokens, recipe)._replace(row_R=row_R) if gathers else fp8.quantize(x, recipe)
         return fp8.product(q, w, recipe) if w.data.dim() == 2 else fp8.grouped_product(q, w, ends, recipe)
 
     for part, n, k, experts in (
@@ -388,8 +388,9 @@ def eight_bit_products(shape: Shape, recipe: Recipe, slots: Slots, rand: Rand) -
             continue
         matrices = rand(*([experts] if experts else []), n, k)
         eight, rows = fp8.quantize_weight(matrices, recipe), len(row_R) if experts else shape.tokens
-        x, dy = (tokens[row_R] if part == "gate_up" else rand(rows, k)), rand(rows, n)
-        dy = tokens[row_R] if part == "down" else dy
+        x, dy = (
+            tokens[row_R] if part == found else rand(rows, width) for found, width in (("gate_up", k), ("down", n))
+        )
         moved, flops = x.nbytes + dy.nbytes + matrices.numel(), 2.0 * rows * n * k
 
         def forward(x: Tensor = x, w: Fp8 = eight.forward, gathers: bool = part == "gate_up") -> Tensor:

@@ -110,8 +110,9 @@ def in_8_bits(rows: int, hidden: int, experts: int, ends: Tensor) -> None:
             fp8_kernels.quantize_weight(matrices, group)
         if group != 32:
             form = plain_quantize_weight(matrices, "blockwise" if group else "rowwise").forward
-            for row in (None, expert):
-                fp8_kernels.grouped_product(quantized._replace(row=row), form, ends, group)
+            for row, few in ((None, 0), (None, rows), (expert, 0), (expert, rows)):
+                fp8_kernels.FEW = few
+                fp8_kernels.grouped_product(quantized._replace(row_R=row), form, ends, group)
     odd = plain_quantize_weight(torch.zeros(experts, 2880, 2880, dtype=BF16), "rowwise").forward
     fp8_kernels.grouped_product(fp8_kernels.quantize_rows(torch.zeros(rows, 2880, dtype=BF16), 0), odd, ends, 0)
     wide, gate_up = (torch.zeros(4, size, dtype=BF16) for size in (10944, 5760))

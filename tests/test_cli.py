@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
-from pithtrain import cli, rundir, submit
+from pithtrain import cli, rundir, show, submit
 from pithtrain.cli import app
 from pithtrain.errors import RunDirError
 from pithtrain.rundir import RunDir
@@ -220,6 +220,18 @@ def test_a_reader_that_leaves_does_not_fail_the_run(tmp_path: Path, command: str
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
     assert rundir.stamp(run.done, 1)["step"] == 4
+
+
+def test_a_hint_can_be_typed_where_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show.shutil, "which", lambda name: None)
+    for called, hint in (
+        ("x/pithtrain/__main__.py", f"{sys.executable} -m pithtrain"),
+        ("/a/pithtrain", "/a/pithtrain"),
+    ):
+        monkeypatch.setattr(sys, "argv", [called])
+        assert show.me() == hint
+    monkeypatch.setattr(show.shutil, "which", lambda name: "/usr/bin/pithtrain")
+    assert show.me() == "pithtrain"
 
 
 def test_a_call_that_is_wrong_ends_with_code_2(tmp_path: Path) -> None:

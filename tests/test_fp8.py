@@ -283,8 +283,8 @@ def test_the_product_of_experts_by_the_kernel(counts: tuple[int, ...], gathers: 
     x = fp8.quantize_rows(sources, group)
     wide = fp8.dequantize(x, group).double()
     if gathers:
-        x = x._replace(row=torch.randint(50, (rows,), device=DEVICE))
-        wide = wide[x.row]
+        x = x._replace(row_R=torch.randint(50, (rows,), device=DEVICE))
+        wide = wide[x.row_R]
     w = fp8.plain_quantize_weight(on_grid(len(counts), n, k), recipe).forward
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
     matrices = fp8.dequantize(w, group, 128 if group else 1).double()
@@ -393,7 +393,7 @@ def test_torch_takes_the_operands_that_its_products_get_on_a_gpu(
             ends = torch.empty(3, dtype=torch.int32, device="cuda")
             assert fp8.grouped_product(x, there(experts.forward), ends, recipe).shape == (rows, n)
             assert fp8.grouped_product(dy, there(experts.dgrad), ends, recipe).shape == (rows, k)
-            x = x._replace(row=torch.empty(2 * rows, dtype=torch.int64, device="cuda"))
+            x = x._replace(row_R=torch.empty(2 * rows, dtype=torch.int64, device="cuda"))
             assert fp8.grouped_product(x, there(experts.forward), ends, recipe).shape == (2 * rows, n)
 
 

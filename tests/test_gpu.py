@@ -689,12 +689,14 @@ def test_dense_products_in_8_bits(recipe: fp8.Recipe, sizes: tuple[int, int, int
         assert twin < 2e-5 and 1e-5 < bf16 < 1e-3
 
 
-@needs_hopper
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs SM 9.0")
 @pytest.mark.parametrize("recipe", HERE)
 @pytest.mark.parametrize("counts", [GROUPS, (1, 0), (0, 0, 2, 0), (4096, 1, 4096)])
 def test_products_of_experts_in_8_bits(recipe: fp8.Recipe, counts: tuple[int, ...]) -> None:
     """Expert by expert near the twin's; no rows, one row, rows that no tile divides. Rows that the product gathers by
     itself give the bits of rows that lie in order."""
+    if problem := fp8.judge_device(recipe, torch.cuda.get_device_capability()[0], "this"):
+        pytest.skip(problem.rule)
     torch.manual_seed(0)
     rows, n, k = sum(counts), 1536, 2048
     w = torch.randn(len(counts), n, k, device="cuda").bfloat16()
@@ -712,7 +714,7 @@ def test_products_of_experts_in_8_bits(recipe: fp8.Recipe, counts: tuple[int, ..
                 assert far(found[begin:end], (x[begin:end] @ whole[e]).double()) < 1e-3
             begin = end
         row = torch.randperm(rows, device="cuda")
-        scattered = fp8.quantize(torch.empty_like(x).index_copy_(0, row, x), recipe)._replace(row=row)
+        scattered = fp8.quantize(torch.empty_like(x).index_copy_(0, row, x), recipe)._replace(row_R=row)
         assert torch.equal(fp8.grouped_product(scattered, form, ends, recipe), found)
         assert len(fp8.grouped_product(fp8.quantize(x[:0], recipe), form, torch.zeros_like(ends), recipe)) == 0
 

@@ -47,6 +47,10 @@ def port(job: int, step: int = 0) -> int:
         (SPAWN, Place(1, 4, 1, "file:///runs/tiny/logs/attempt-2/rendezvous", 2)),
         # a run started inside another job's allocation is its own world, not a rank of that job
         (SLURM | SPAWN, Place(1, 4, 1, "file:///runs/tiny/logs/attempt-2/rendezvous", 2)),
+        (  # the job around it was requeued, this run was not
+            SLURM | SPAWN | {"SLURM_RESTART_COUNT": "2"},
+            Place(1, 4, 1, "file:///runs/tiny/logs/attempt-2/rendezvous", 2),
+        ),
     ],
 )
 def test_place_from_environment(env: dict[str, str], place: Place) -> None:

@@ -56,6 +56,7 @@ from pithtrain.world import World
 from pithtrain.zero import Sharded, Zero
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
 THREADS = 4  # files of a rank, written and read at once: one thread does 1.5 GB/s, and disks do more
 SHOWN_S = 30.0  # how long a network file system may take to show one host what another wrote
 SUMMED = 1 << 24  # elements summed at once: torch widens them to 64 bits in a copy
@@ -106,6 +107,7 @@ class Saver:
         zero: Zero,
         world: World,
         about: dict[str, Any],
+        *,
         asynchronous: bool = False,
         keep_last: int | None = None,
         keep_interval: int | None = None,
@@ -392,7 +394,7 @@ def load_weights(path: Path, zero: Zero, world: World, content: Marker) -> None:
 def _load(path: Path, zero: Zero, world: World, content: Marker, kinds: Sequence[str]) -> None:
     """What is of another dtype is read as it was saved, and copied once its sum was compared: as much memory more."""
     saved, targets = content["tensors"], list(_shards(zero, kinds))
-    shards = [(key, one, shard.to(getattr(torch, saved[key]["dtype"]))) for key, one, shard in targets]
+    shards = [(key, one, shard.to(DTYPES[saved[key]["dtype"]])) for key, one, shard in targets]
     state = _state(zero, world, {key: shard for key, _, shard in shards})
     try:
         dcp_loader.load(state, storage_reader=_Reader(path), process_group=world.control_group)
@@ -435,11 +437,17 @@ class _Writer(FileSystemWriter):
         super().__init__(path, per_thread_copy_ahead=0)  # nothing is on a device here
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        items = sorted(plan.items, key=_item_size, reverse=True)
+        parts: list[list[WriteItem]] = [[] for _ in range(THREADS)]
+        sizes = [0] * THREADS
+        for item in sorted(plan.items, key=_item_size, reverse=True):
+            part = sizes.index(min(sizes))
+            parts[part].append(item)
+            sizes[part] += _item_size(item)
         prefix, write = plan.storage_data, super().write_data
         plans = [
-            replace(plan, items=items[part::THREADS], storage_data=replace(prefix, prefix=f"{prefix.prefix}{part}"))
-            for part in range(min(THREADS, len(items)))
+            replace(plan, items=items, storage_data=replace(prefix, prefix=f"{prefix.prefix}{part}"))
+            for part, items in enumerate(parts)
+            if items
         ]
         with ThreadPoolExecutor(THREADS) as pool:
             running = [pool.submit(write, part, planner) for part in plans]

@@ -188,7 +188,7 @@ def resume(
         _foreground(found, attempt)
         return
     with rundir.locked(found):
-        print("\n".join(starting.resume(found, changes, force, exclude is not None)))
+        _say("\n".join(starting.resume(found, changes, force, exclude is not None)))
 
 
 @app.command(epilog=example("pithtrain sweep configs/tiny.yaml --grid optimizer.lr=1e-3,2e-3 --grid training.seed=1,2"))
@@ -236,7 +236,7 @@ def sweep(
             if number:
                 print(f"the {number} runs above are submitted; `{show.me()} cancel RUN` ends one", file=sys.stderr)
             raise
-        print(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
+        _say(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
 
 
 def _require_alone() -> None:
@@ -470,7 +470,8 @@ def _say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _wait(run: RunDir) -> None:

@@ -285,8 +285,8 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
     for rank, code in enumerate(exit_codes):
         if code < 0:
             return Cause(f"rank {rank} was killed by {_signal(signal.Signals(-code).name)}", run.log(attempt, rank))
-    log = step_log.read_text(errors="replace") if step_log is not None and step_log.exists() else ""
-    text = log.rpartition(header(attempt))[2]
+    written = step_log.read_text(errors="replace") if step_log is not None and step_log.exists() else ""
+    text = written.rpartition(header(attempt))[2]
     said = SRUN_SAYS.findall(text)
     killed = [(host, ranks, what) for host, ranks, what in said if not what.startswith("Exited")]
     silent = [rank for rank in range(_read_spec(run).get("ranks", 0)) if not run.error(attempt, rank).exists()]

@@ -57,7 +57,7 @@ class _Step:
     flying: list[tuple[dist.Work, list[Tensor]]] = field(default_factory=list[tuple[dist.Work, list[Tensor]]])
 
 
-@dataclass
+@dataclass(eq=False)
 class Pipeline:
     """This rank's two stages and the actions it plays with them each step. Needs micro_batches >= 2 pp."""
 
@@ -132,7 +132,8 @@ class Pipeline:
         """What a forward or a backward gives, to whom it is for: nobody at the model's ends; this rank itself at the
         turn, from stage P-1 to P and back."""
         phase, micro_batch = at
-        if self._last and phase == (direction == "B"):
+        turn = 0 if direction == "F" else 1
+        if self._last and phase == turn:
             assert out is not None, "the turn is no end of the model"
             step.incoming[f"{direction}{1 - phase}", micro_batch] = out
         elif out is not None:

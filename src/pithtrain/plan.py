@@ -269,7 +269,8 @@ def communication(spec: RunSpec, cut: Sequence[tuple[int, ...]]) -> dict[str, fl
 def _ring(spec: RunSpec, layer: int, narrow: int) -> tuple[int, int]:
     """Messages of a layer and micro-batch, and their bytes."""
     training, cp = spec.training, spec.mesh.cp
-    _, numbers, window, *_ = spec.model.config.carried(layer)
+    carried = spec.model.config.carried(layer)
+    numbers, window = carried.numbers, carried.window
     passes = 3 if spec.activation_checkpoint.mode == "full" else 2
     chunk = training.sequence_length // (2 * cp)
     if window is not None and window - 1 <= chunk:

@@ -356,7 +356,7 @@ def last_job(run: RunDir) -> dict[str, Any]:
 def locked(run: RunDir) -> Generator[None, None, None]:
     """Keep other commands from starting or resuming this run meanwhile; a dead process has no lock. Raises RunDirError
     where another has it. Where the file system has no locks, `claim_attempt` still decides."""
-    with open(run.lock, "a", opener=functools.partial(os.open, mode=0o600)) as file:
+    with open(run.lock, "a", opener=functools.partial(os.open, mode=0o600)) as file:  # for this user alone
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -407,7 +407,8 @@ def point_latest(run: RunDir, attempt: int) -> None:
 
 
 def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields into the attempt's line of attempts.jsonl: rank 0 does while it lives, its launcher afterwards."""
+    """Write fields into the attempt's line of attempts.jsonl. Only one process does so at a time: rank 0 while it
+    lives, its launcher afterwards."""
     rows = {row["attempt"]: row for row in read_lines(run.attempts)}
     rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
     write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
@@ -495,5 +496,7 @@ def _file_hashes(folder: Path) -> dict[str, str]:
 def answer(*command: str) -> str | None:
     """A command's output; None where it is missing, fails or hangs, as nvidia-smi with a GPU off the bus."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, input="", stderr=subprocess.DEVNULL, text=True, timeout=30)
+        return subprocess.check_output(
+            command, input="", stderr=subprocess.DEVNULL, text=True, timeout=30, errors="replace"
+        )
     return None

@@ -27,8 +27,10 @@ def console() -> Console:
 
 
 def me() -> str:
-    """How to call this program again: by its name, or by its path where no activated environment has it."""
+    """How to call this program again: by its name, or as it was called where no activated environment has it."""
     path = Path(sys.argv[0])
+    if path.name == "__main__.py" and shutil.which("pithtrain") is None:
+        return f"{sys.executable} -m pithtrain"
     if shutil.which("pithtrain") is not None or path.name != "pithtrain":
         return "pithtrain"
     near = os.path.relpath(path)

@@ -306,7 +306,7 @@ class DistributedSection(Strict):
 
     init_timeout_s: Positive = _key(600, "seconds; longer than the slowest node's start")
     train_timeout_s: Positive = _key(900, "seconds; longer than the slowest first compile")
-    step_timeout_s: Positive = _key(300, "seconds; a step after the first, a batch of a validation")
+    step_timeout_s: Positive = _key(300, "seconds; a step after the first")
     save_timeout_s: Positive = _key(1800, "seconds; longer than the slowest checkpoint")
     flight_recorder: bool = _later(False, "the last collectives of each rank, written on a time-out")
 

@@ -192,9 +192,8 @@ def submit(
     return job
 
 
-def submit_from_snapshot(path: str, by: str, number: str) -> None:
+def submit_from_snapshot(run: RunDir, by: Launcher, attempt: int) -> None:
     """The half of `submit` that runs in the fresh process."""
-    run, attempt = RunDir(Path(path)), int(number)
     spec = load(run.spec_yaml)
     entry = rundir.last_job(run)
     assert entry.get("attempt") == attempt, "`submit` has just written it"
@@ -437,6 +436,7 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     try:
-        submit_from_snapshot(*sys.argv[1:])
+        path, by, attempt = sys.argv[1:]
+        submit_from_snapshot(RunDir(Path(path)), "local" if by == "local" else "slurm", int(attempt))
     except (RunFailed, StoppedEarly) as end:  # of a fork: whoever asks finds it in the run directory
         sys.exit(str(end))

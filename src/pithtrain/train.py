@@ -150,8 +150,12 @@ def _run(job: Job) -> Outcome:
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
     meter = _Meter(torch.zeros(3, device=world.device), z_L)
     keys = spec.checkpoint
-    options = keys.async_save, keys.keep_last, keys.keep_interval
-    saver = Saver(job.run_dir.checkpoints, engine.zero, world, about, *options)
+    saver = Saver(
+        *(job.run_dir.checkpoints, engine.zero, world, about),
+        asynchronous=keys.async_save,
+        keep_last=keys.keep_last,
+        keep_interval=keys.keep_interval,
+    )
     saves = _Saves(job, engine, saver, meter, position.step)
     stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
     if not stop and position.step < training.max_steps:
@@ -338,14 +342,18 @@ def _export(job: Job, step: int) -> None:
     if world.rank == 0:
         shutil.rmtree(catalog.partial(out), ignore_errors=True)  # of an export that was killed
 
+    notes: list[str] = []
+
     def beat(*_: object) -> None:
         watch.enter("save", step)
 
     share = {"rank": world.rank, "size": world.mesh.size, "barrier": world.barrier}
     try:
-        convert.export_hf(source, out, **share, note=job.warn, progress=beat)
+        convert.export_hf(source, out, **share, note=notes.append, progress=beat)
     except CheckpointError as error:  # another attempt finds the run finished and tries this again
         raise RunFailed(f"step {step} is saved, and cannot be exported: {error}") from error
+    for note in notes:
+        job.warn(note)
     job.tell("exported", step=step, path=str(out), seconds=round(time.perf_counter() - begin, 3))
 
 
@@ -559,20 +567,22 @@ def _attention_flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
         return seen / (len(batches) * spec.training.micro_batch_size * length)
 
     layers = map(config.carried, range(config.num_hidden_layers))
-    return sum(6 * layer.widths * keys(layer.window) for layer in layers)
+    return sum(6 * layer.core_width * keys(layer.window) for layer in layers)
 
 
 def _log(job: Job, meter: _Meter, position: Position, lr: float, result: StepResult) -> None:
     """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
-    spec, world, events, config, training = job.spec, job.world, job.events, job.spec.model.config, job.spec.training
-    stats = result.stats
+    spec, world, events, stats = job.spec, job.world, job.events, result.stats
+    config, training = spec.model.config, spec.training
     sums = stats.loss.view(1), stats.head_z.view(1), stats.balance_L, stats.z_L, stats.counts_LE.flatten()
     total = world.sum(torch.cat([each.to(torch.float64) for each in sums]))
     if events is None:
         return
-    (loss,), (head_z,), balance_L, z_L, counts = (part.tolist() for part in total.cpu().split([len(x) for x in sums]))
+    parts = total.cpu().split([len(each) for each in sums])
+    (loss,), (head_z,), balance_L, z_L, counts = (part.tolist() for part in parts)
     elapsed = time.perf_counter() - meter.since
-    moe, experts = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)], config.num_experts
+    experts = config.num_experts
+    moe = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
     loads = [layer_load(layer, [int(n) for n in counts[layer * experts :][:experts]]) for layer in moe]
     every = spec.logging.expert_load_interval
     line_before = (position.step - 1) // spec.logging.interval * spec.logging.interval  # whether we wrote it or not

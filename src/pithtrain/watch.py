@@ -453,8 +453,14 @@ def _main_frames() -> list[traceback.FrameSummary]:
 
 
 def _frames(thread: threading.Thread) -> list[traceback.FrameSummary]:
+    """Innermost first. No source is looked at, as `StackSummary.extract` does: a disk that hangs may be the trouble."""
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # the documented way
-    return [] if frame is None else [*traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)]
+    if frame is None:
+        return []
+    return [
+        traceback.FrameSummary(each.f_code.co_filename, line, each.f_code.co_name, lookup_line=False)
+        for each, line in traceback.walk_stack(frame)
+    ]
 
 
 def process_start(pid: int) -> float | None:

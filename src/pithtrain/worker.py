@@ -84,7 +84,9 @@ def attempt_of(env: Mapping[str, str]) -> int:
     So all processes of an attempt agree without asking each other, and no log is ever overwritten."""
     if "PITHTRAIN_ATTEMPT" not in env:
         raise RunDirError("PITHTRAIN_ATTEMPT is not set: start a run with `pithtrain submit`, `train` or `resume`")
-    return _number(env, "PITHTRAIN_ATTEMPT") + _number(env, "SLURM_RESTART_COUNT", 0)
+    spawned = seat(env).launcher == "spawn"  # whatever job is around it
+    restarts = 0 if spawned else _number(env, "SLURM_RESTART_COUNT", 0)
+    return _number(env, "PITHTRAIN_ATTEMPT") + restarts
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -133,6 +133,7 @@ def all_gather(part: Tensor, whole: Tensor, group: Group) -> dist.Work | None:
 def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSection) -> Iterator[World]:
     """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU). Raises
     CapacityError when this process has no device of its own."""
+    assert place.world_size == mesh.size, f"{place.world_size} ranks on a mesh of {mesh.size}"
     device = _device(place, device_type)
     alone, limit = mesh.size == 1, datetime.timedelta(seconds=timeouts.init_timeout_s)
     if alone:  # torch's checkpoint wants a process group even then; this one has no network and no peer
@@ -143,13 +144,13 @@ def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSec
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=mesh.size, timeout=limit)
     if device.type == "cuda" and not alone:
         _require_own_device(place, device)
-    leave = alone
     try:
         yield _world(place, mesh, device, timeouts)
-        leave = True
-    finally:
-        if leave:  # after an exception a peer may be gone, and the process is about to end
+    except BaseException:
+        if alone:  # else a peer may be gone, and the process is about to end
             dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _device(place: Place, device_type: str) -> torch.device:
@@ -203,8 +204,15 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
             dist.all_reduce(torch.zeros(1, device=device), group=mine)
         return mine
 
+    pp, dp, cp, ep = mesh.coords(place.rank)
     return World(
-        *(mesh, place.rank, *mesh.coords(place.rank), device),
+        mesh=mesh,
+        rank=place.rank,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        ep=ep,
+        device=device,
         # a synchronous save writes while the others wait here
         control_group=group(timeout_s=max(timeouts.train_timeout_s, timeouts.save_timeout_s), on="gloo"),
         save_group=group(timeout_s=timeouts.save_timeout_s, on="gloo"),

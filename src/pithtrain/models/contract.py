@@ -64,7 +64,7 @@ class Parameter:
     @property
     def decay(self) -> bool:
         """Weight decay applies: to matrices only."""
-        return self.init == "normal"
+        return len(self.shape) - (self.kind == "expert") > 1
 
     @property
     def size(self) -> int:
@@ -141,12 +141,12 @@ def experts(name: str, count: int, hidden: int, width: int, *, bias: bool = Fals
 
 
 class Carried(NamedTuple):
-    """A layer's attention: `widths`, a query's and a value's numbers over all heads; and what keys and values are made
-    of: that many `numbers` per token, which travel where sequences are cut. `window`: keys that a query sees. Where
-    keys are made on arrival, `product`: the width of the linear that makes them and the values, and `keys`: that of
-    whole keys, which then lie beside it."""
+    """A layer's attention: `core_width`, a query's and a value's numbers over all heads; and what keys and values are
+    made of: that many `numbers` per token, which travel where sequences are cut. `window`: keys that a query sees.
+    Where keys are made on arrival, `product`: the width of the linear that makes them and the values, and `keys`: that
+    of whole keys, which then lie beside it."""
 
-    widths: int
+    core_width: int
     numbers: int
     window: int | None = None
     product: int = 0
@@ -194,7 +194,7 @@ class PlainRope(Strict):
     rope_theta: float = Field(gt=1, description="base of the rotation's wave lengths")
 
 
-class Yarn(Strict):
+class YarnRope(Strict):
     """A rotary embedding stretched to a longer context (YaRN, arXiv 2309.00071); families add what scales cos, sin."""
 
     rope_type: Literal["yarn"] = Field(description="how the waves are scaled")
@@ -264,10 +264,11 @@ class ModelConfig(Strict):
     Fields carry the Hugging Face names. One that the forward reads has no default, since a config.json that leaves it
     out would train another model; one of which a single case is built takes that alone (`only`); one that is neither
     here nor in `IGNORED` is refused. A family adds its own fields, a Literal of all that it is for as `model_type`,
-    rules over several fields, and `num_experts`, as a field or a property.
+    `rope_parameters`, rules over several fields, and `num_experts`: as a field, or as a property and `EXPERTS`.
     """
 
     IGNORED: ClassVar[Mapping[str, str]] = NO_EFFECT  # {HF field: why it has no effect here}
+    EXPERTS: ClassVar[str] = "num_experts"  # HF's name of E
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}  # {what other versions of the format call a field: ours}
 
     vocab_size: Positive = Field(description="rows of the embedding and of the head")
@@ -287,7 +288,7 @@ class ModelConfig(Strict):
     if TYPE_CHECKING:  # each family's own, fields but for a property where HF calls it otherwise
         model_type: Any
         rope_parameters: Any
-        num_experts: Any
+        num_experts: int
 
     @classmethod
     def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
@@ -302,7 +303,7 @@ class ModelConfig(Strict):
     def rules(self) -> Iterator[Rule]:
         """Rules over several fields: a family adds its own."""
         k, E, rope = self.num_experts_per_tok, self.num_experts, self.rope_parameters
-        yield "num_experts_per_tok", k <= E, f"a token cannot visit more than the model's {E} experts"
+        yield "num_experts_per_tok", k <= E, f"a token cannot visit more experts than {self.EXPERTS} = {E}"
         ramp = rope.rope_type == "default" or rope.beta_fast >= rope.beta_slow
         yield "rope_parameters.beta_fast", ramp, "must not be below beta_slow"
 
@@ -363,7 +364,8 @@ class ModelConfig(Strict):
 
     def hf_config(self) -> dict[str, Any]:
         """`config.json` without `dtype`: every field that the forward reads is there, whatever HF's defaults are; the
-        rope's base under its old name too, for readers before transformers 5."""
+        rope's base under its old name too, for readers before transformers 5. `architectures` is the class that
+        transformers calls by `model_type` in capitals; a family whose class is called otherwise says so."""
         name = "".join(word.capitalize() for word in self.model_type.split("_"))
         fields = self.model_dump(mode="json", exclude_none=True)
         return {"architectures": [f"{name}ForCausalLM"], **fields, "rope_theta": self.rope_parameters.rope_theta}
@@ -378,7 +380,7 @@ class ModelConfig(Strict):
         """FLOPs per token of a layer's attention core, forward and backward: `6 heads (d_qk + d_v)` per key, and
         `causal_keys` of them."""
         carried = self.carried(layer)
-        return 6 * carried.widths * causal_keys(sequence_length, carried.window)
+        return 6 * carried.core_width * causal_keys(sequence_length, carried.window)
 
 
 class GroupedQueryConfig(ModelConfig):

@@ -147,7 +147,7 @@ class ExpertSegment:
 
 def _gathered(rows: Tensor, row_R: Tensor, recipe: Recipe | None) -> Tensor | Fp8:
     """rows[row] as a product takes it: in 8 bits each row is quantised once, and the product finds it."""
-    return gather_rows(rows, row_R) if recipe is None else fp8.quantize(rows, recipe)._replace(row=row_R)
+    return gather_rows(rows, row_R) if recipe is None else fp8.quantize(rows, recipe)._replace(row_R=row_R)
 
 
 def _slots_of(kept: Tensor, row_R: Tensor | None) -> Tensor:

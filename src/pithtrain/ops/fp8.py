@@ -36,13 +36,14 @@ GROUP = {"blockwise": 128, "rowwise": 0, "mxfp8": 32}  # values of a row that sh
 
 class Fp8(NamedTuple):
     """e4m3 values [..., R, K], and fp32 scales [..., R, blocks of K] or, of 128 x 128, [..., R / 128, K / 128] with
-    the last dimension padded to a multiple of 4 for cuBLAS. `wide`: what they were, and what products are. With `row`
-    the operand of the experts' product is data[row], and the product reads those rows where they are."""
+    the last dimension padded to a multiple of 4 for cuBLAS. `wide`: what they were, and what products are. With
+    `row_R` the operand is data[row_R] with scale[row_R]; the experts' product reads those rows where they are, and
+    nothing else takes such an operand."""
 
     data: Tensor
     scale: Tensor
     wide: torch.dtype
-    row: Tensor | None = None
+    row_R: Tensor | None = None
 
 
 class Fp8Weight(NamedTuple):
@@ -118,7 +119,8 @@ def dequantize(q: Fp8, group: int, rows: int = 1) -> Tensor:
     (r, k), scale = q.data.shape[-2:], q.scale
     if group:
         scale = scale.repeat_interleave(group, -1)[..., :k]
-    return q.data.float() * scale.repeat_interleave(rows, -2)[..., :r, :]
+    values = q.data.float() * scale.repeat_interleave(rows, -2)[..., :r, :]
+    return values if q.row_R is None else values[q.row_R]
 
 
 def _on_gpu(x: Tensor, wide: torch.dtype) -> bool:
@@ -159,6 +161,7 @@ def plain_quantize_weight(w: Tensor, recipe: Recipe) -> Fp8Weight:
 
 def product(x: Fp8, w: Fp8, recipe: Recipe) -> Tensor:
     """x [R, K] times w [N, K]^T -> [R, N]."""
+    assert x.row_R is None, "only experts have rows to find"
     if torch.compiler.is_compiling():
         return _opaque(x.data, x.scale, w.data, w.scale, recipe, x.wide)
     return _product(x, w, recipe)
@@ -195,13 +198,12 @@ def _product(x: Fp8, w: Fp8, recipe: Recipe) -> Tensor:
 def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, recipe: Recipe) -> Tensor:
     """x [R, K], or its rows, times w_e [N, K]^T for the rows of each expert e -> [R, N]; no rows at all, or none for
     some, is legal. Not for compiled regions."""
-    rows, n = len(x.data if x.row is None else x.row), w.data.shape[1]
+    rows, n = len(x.data if x.row_R is None else x.row_R), w.data.shape[1]
     if not rows:
         return x.data.new_empty(0, n, dtype=x.wide)
     if not _on_gpu(x.data, x.wide):
         out, begin = x.data.new_empty(rows, n, dtype=x.wide), 0
         wide, w_ENK = dequantize(x, GROUP[recipe]), _whole(w, recipe)
-        wide = wide if x.row is None else wide[x.row]
         for e, end in enumerate(ends_E.tolist()):  # host read: the twin is for the CPU and for proofs
             out[begin:end] = wide[begin:end] @ w_ENK[e].t()
             begin = end
@@ -211,8 +213,8 @@ def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, recipe: Recipe) -> Tensor:
 
         return fp8_kernels.grouped_product(x, w, ends_E, GROUP[recipe])
     data, scale = x.data, x.scale
-    if x.row is not None:
-        data, scale = data.view(torch.uint8).index_select(0, x.row).view(E4M3), scale.index_select(0, x.row)
+    if x.row_R is not None:
+        data, scale = data.view(torch.uint8).index_select(0, x.row_R).view(E4M3), scale.index_select(0, x.row_R)
     a, b = swizzled_groups(scale, ends_E), torch.stack([swizzled(each) for each in w.scale])
     multiply = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
     return multiply(data, w.data.transpose(1, 2), a, b, offs=ends_E, out_dtype=x.wide)

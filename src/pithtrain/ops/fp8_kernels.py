@@ -404,7 +404,7 @@ def _tile(
     keep = r < last
     source = tl.where(keep, r, first)
     if GATHER:
-        source = tl.load(row + source)
+        source = tl.load(row + source).to(tl.int64)
     ns = i * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     at = x + source[:, None] * K + ks[None, :]
@@ -491,23 +491,26 @@ class Tiles(NamedTuple):
 # `benchmarks/kernels.py --tune` measures others. With blocks three programs an SM hide the scaling of sums; with a
 # scale per row nothing is scaled before the end, and a large tile reads less.
 PRODUCT_TILES = {128: Tiles(64, 128, 4, 3), 0: Tiles(128, 256, 8, 4)}
-FEW = 640  # mean rows of an expert up to which a last tile of half the rows pays: 5 % at 512, -2 % from 1,024 on
+# mean rows of an expert up to which a last tile of half the rows pays: 5 % at 512, -2 % from 1,024 on, where the second
+# branch alone costs. A rank that crosses it compiles the other kernel then, a second once.
+FEW = 640
 
 
 def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, group: int, tiles: Tiles | None = None) -> Tensor:
     """x [R, K], or the rows that it names, times w_e [N, K]^T. With blocks (group 128) the tensor cores sum 128
     products, and that sum is scaled and added in fp32; with a scale per row (0) they sum all of K, on Hopper in some 14
     bits. No host read: the grid has room for every expert's last, partial tile."""
-    rows, (experts, n, k) = len(x.data if x.row is None else x.row), w.data.shape
-    assert not group or n % 128 == k % 128 == 0, "blocks are whole"
+    rows, (experts, n, k) = len(x.data if x.row_R is None else x.row_R), w.data.shape
+    assert group in (0, 128) and not (group and (n % 128 or k % 128)), "blocks are whole"
     tiles = tiles or PRODUCT_TILES[group]
     outputs = _block(n, tiles.outputs)
+    assert group in (0, outputs), "a block of W has one scale"
     out = torch.empty(rows, n, dtype=x.wide, device=x.data.device)
     if rows:
         _grouped_product[((rows // tiles.rows + min(experts, rows)) * triton.cdiv(n, outputs),)](
-            *(x.data, x.scale, w.data, w.scale, x.row, out, ends_E, len(x.data)),
+            *(x.data, x.scale, w.data, w.scale, x.row_R, out, ends_E, len(x.data)),
             *(experts, n, k, w.scale.shape[-1], group, tiles.rows, outputs, 128),
-            *(not group and rows <= FEW * experts, x.row is not None, triton.next_power_of_2(experts)),
+            *(not group and rows <= FEW * experts, x.row_R is not None, triton.next_power_of_2(experts)),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )

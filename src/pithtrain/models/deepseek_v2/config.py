@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pithtrain.models import contract
 from pithtrain.models.contract import (
     NO_EFFECT,
     Carried,
@@ -26,6 +25,7 @@ from pithtrain.models.contract import (
     PlainRope,
     Positive,
     Rule,
+    YarnRope,
     experts,
     linear,
     matrix,
@@ -35,7 +35,7 @@ from pithtrain.models.contract import (
 )
 
 
-class Yarn(contract.Yarn):
+class Yarn(YarnRope):
     """On the `qk_rope_head_dim` part. Hugging Face and the published code read an absent or zero mscale differently, so
     both are needed and above 0."""
 
@@ -67,6 +67,7 @@ class Config(ModelConfig):
         "qk_head_dim": "it is qk_nope_head_dim + qk_rope_head_dim, whatever stands there",
         "auto_map": "names code in a model's folder, which is never run",
     }
+    EXPERTS: ClassVar[str] = "n_routed_experts"
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",
@@ -110,8 +111,10 @@ class Config(ModelConfig):
     @classmethod
     def canonical(cls, fields: dict[str, object]) -> dict[str, object]:
         """scoring_func, and V3's topk_method, by model_type where they are left out."""
-        follow = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
-        follow["deepseek_v2"] = {"scoring_func": "softmax"}
+        follow = {
+            "deepseek_v2": {"scoring_func": "softmax"},
+            "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        }
         return {**follow.get(str(fields.get("model_type")), {}), **super().canonical(fields)}
 
     def rules(self) -> Iterator[Rule]:
@@ -136,7 +139,7 @@ class Config(ModelConfig):
         yield "topk_group", 0 < kept <= num and kept * size >= k, left
 
     @property
-    def num_experts(self) -> int:
+    def num_experts(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.n_routed_experts
 
     @property
@@ -204,5 +207,5 @@ class Config(ModelConfig):
     def carried(self, layer: int) -> Carried:
         heads, rope = self.num_attention_heads, self.qk_rope_head_dim
         product = heads * (self.qk_nope_head_dim + self.v_head_dim)
-        widths = heads * (self.qk_head_dim + self.v_head_dim)
-        return Carried(widths, self.kv_lora_rank + rope, None, product, heads * self.qk_head_dim)
+        core_width = heads * (self.qk_head_dim + self.v_head_dim)
+        return Carried(core_width, self.kv_lora_rank + rope, None, product, heads * self.qk_head_dim)

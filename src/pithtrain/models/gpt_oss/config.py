@@ -21,7 +21,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from pithtrain.models import contract
 from pithtrain.models.contract import (
     GroupedQueryConfig,
     HfTensor,
@@ -29,6 +28,7 @@ from pithtrain.models.contract import (
     PlainRope,
     Positive,
     Rule,
+    YarnRope,
     experts,
     linear,
     one_rope,
@@ -42,7 +42,7 @@ def _alternating(layers: int) -> list[str]:
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
 
-class Yarn(contract.Yarn):
+class Yarn(YarnRope):
     """With what GPT-OSS adds."""
 
     truncate: bool = Field(description="whether the two bounds are rounded to whole pairs")
@@ -54,6 +54,7 @@ class Yarn(contract.Yarn):
 class Config(GroupedQueryConfig):
     """The HF fields of GPT-OSS."""
 
+    EXPERTS: ClassVar[str] = "num_local_experts"
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {
         "num_experts": "num_local_experts",
         "experts_per_token": "num_experts_per_tok",
@@ -107,7 +108,7 @@ class Config(GroupedQueryConfig):
         yield "layer_types", every, f"must have num_hidden_layers = {layers} entries; null alternates, sliding first"
 
     @property
-    def num_experts(self) -> int:
+    def num_experts(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.num_local_experts
 
     def is_moe(self, layer: int) -> bool:
