@@ -222,6 +222,21 @@ def test_a_reader_that_leaves_does_not_fail_the_run(tmp_path: Path, command: str
     assert rundir.stamp(run.done, 1)["step"] == 4
 
 
+@pytest.mark.parametrize("ending", [">&-", ">&- 2>&-", "> /dev/full"])
+def test_outputs_that_are_closed_or_full_do_not_fail_the_run(tmp_path: Path, ending: str) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    code = (
+        "import sys; from pathlib import Path; from pithtrain import cli, rundir\n"
+        "run = rundir.RunDir(Path(sys.argv.pop()))\n"
+        "cli._create = lambda *_: run  # the fake engine's\n"
+        "cli.main()"
+    )
+    (tmp_path / "train.py").write_text(code)
+    command = f"{sys.executable} {tmp_path}/train.py train {tmp_path}/fake.yaml {run.path} {ending}"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+    assert rundir.stamp(run.done, 1)["step"] == 4
+
+
 def test_a_hint_can_be_typed_where_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show.shutil, "which", lambda name: None)
     for called, hint in (

@@ -442,7 +442,7 @@ def export_hf(
     path = _place(source, output_dir)
     with _progress(lines=True) as progress:
         size = convert.export_hf(path, out, getattr(torch, dtype), note=_note, progress=progress)
-    print(f"{out}: {size / 2**30:.2f} GiB, {dtype}")
+    _say(f"{out}: {size / 2**30:.2f} GiB, {dtype}")
 
 
 @app.command(name="import-hf", epilog=example("pithtrain import-hf Qwen3-30B-A3B checkpoints/qwen3-30b"))
@@ -458,7 +458,7 @@ def import_hf(
 
     with _progress(lines=True) as progress:
         convert.import_hf(source, out, architecture, _note, progress)
-    print(f"{out}\n  begin with it:  {show.me()} submit CONFIG --set init_from={shlex.quote(str(out))}")
+    _say(f"{out}\n  begin with it:  {show.me()} submit CONFIG --set init_from={shlex.quote(str(out))}")
 
 
 def _note(text: str) -> None:
@@ -466,12 +466,23 @@ def _note(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """A line about a run. Where its reader is gone (`| head`), it and what follows go nowhere: no run fails by that."""
+    """A line about what was done. Where it cannot be written (`| head`, a full disk), it and what follows go nowhere:
+    nothing that was done fails by that."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _open_outputs() -> None:
+    """Where the caller closed standard output or error (`>&-`), what is written there goes nowhere, by ranks too."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.set_inheritable(number, True)  # where the lowest free descriptor was this one
+            setattr(sys, name, open(number, "w"))  # noqa: SIM115
 
 
 def _wait(run: RunDir) -> None:
@@ -542,6 +553,7 @@ def _progress(
 
 def main() -> None:
     """The console script: the only place that turns an error into text and an exit code."""
+    _open_outputs()
     os.umask(os.umask(0o022) | 0o022)  # what runs is read from the run directory: nobody else writes there
     try:
         app()

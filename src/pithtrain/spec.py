@@ -912,7 +912,8 @@ def _read_file(path: Path, at: str = "") -> dict[str, object]:
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob(f"*{path.suffix}")], 1)
+        files = [file.name for file in path.parent.glob(f"*{path.suffix}") if file.is_file() and file != path]
+        near = difflib.get_close_matches(path.name, files, 1)
         hint = f"did you mean {path.parent / near[0]}?" if near else ""
         raise SpecError([Problem(at, str(path), f"cannot be read: {error}", hint)]) from None
     fields = _read(text.replace("\t", " ") if path.suffix == ".json" else text, at)
