@@ -203,20 +203,24 @@ def test_status_of_a_failed_run_names_the_cause(tmp_path: Path) -> None:
     assert "rank 0: the shard is torn" in text
 
 
+FAKE_ENGINE = """
+import sys; from pathlib import Path; from pithtrain import cli, rundir
+run = rundir.RunDir(Path(sys.argv.pop()))
+cli._create = lambda *_: run
+cli.main()
+"""  # the program, on the run that its last argument names
+
+
 @pytest.mark.parametrize("command", ["train", "submit --wait"])
 def test_a_reader_that_leaves_does_not_fail_the_run(tmp_path: Path, command: str) -> None:
     """As `pithtrain train ... | head`: nobody reads the last lines, and the run is done all the same."""
     run, _ = make_run(tmp_path, FINISHES)
-    code = (
-        "import sys; from pathlib import Path; from pithtrain import cli, rundir\n"
-        "run = rundir.RunDir(Path(sys.argv.pop()))\n"
-        "cli._create = lambda *_: run  # the fake engine's\n"
-        "cli.main()"
-    )
     read, write = os.pipe()
     os.close(read)
     arguments = [*command.split(), str(tmp_path / "fake.yaml"), str(run.path)]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], stdout=write, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FAKE_ENGINE, *arguments], stdout=write, stderr=subprocess.PIPE, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
     assert rundir.stamp(run.done, 1)["step"] == 4
@@ -225,13 +229,7 @@ def test_a_reader_that_leaves_does_not_fail_the_run(tmp_path: Path, command: str
 @pytest.mark.parametrize("ending", [">&-", ">&- 2>&-", "> /dev/full"])
 def test_outputs_that_are_closed_or_full_do_not_fail_the_run(tmp_path: Path, ending: str) -> None:
     run, _ = make_run(tmp_path, FINISHES)
-    code = (
-        "import sys; from pathlib import Path; from pithtrain import cli, rundir\n"
-        "run = rundir.RunDir(Path(sys.argv.pop()))\n"
-        "cli._create = lambda *_: run  # the fake engine's\n"
-        "cli.main()"
-    )
-    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "train.py").write_text(FAKE_ENGINE)
     command = f"{sys.executable} {tmp_path}/train.py train {tmp_path}/fake.yaml {run.path} {ending}"
     assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
     assert rundir.stamp(run.done, 1)["step"] == 4

@@ -45,6 +45,11 @@ class Fp8(NamedTuple):
     wide: torch.dtype
     row_R: Tensor | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """R of the operand."""
+        return len(self.data if self.row_R is None else self.row_R)
+
 
 class Fp8Weight(NamedTuple):
     """What a product takes in place of W [..., N, K]: `forward` is W, `dgrad` its transpose [..., K, N]."""
@@ -198,7 +203,7 @@ def _product(x: Fp8, w: Fp8, recipe: Recipe) -> Tensor:
 def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, recipe: Recipe) -> Tensor:
     """x [R, K], or its rows, times w_e [N, K]^T for the rows of each expert e -> [R, N]; no rows at all, or none for
     some, is legal. Not for compiled regions."""
-    rows, n = len(x.data if x.row_R is None else x.row_R), w.data.shape[1]
+    rows, n = x.num_rows, w.data.shape[1]
     if not rows:
         return x.data.new_empty(0, n, dtype=x.wide)
     if not _on_gpu(x.data, x.wide):

@@ -500,7 +500,7 @@ def grouped_product(x: Fp8, w: Fp8, ends_E: Tensor, group: int, tiles: Tiles | N
     """x [R, K], or the rows that it names, times w_e [N, K]^T. With blocks (group 128) the tensor cores sum 128
     products, and that sum is scaled and added in fp32; with a scale per row (0) they sum all of K, on Hopper in some 14
     bits. No host read: the grid has room for every expert's last, partial tile."""
-    rows, (experts, n, k) = len(x.data if x.row_R is None else x.row_R), w.data.shape
+    rows, (experts, n, k) = x.num_rows, w.data.shape
     assert group in (0, 128) and not (group and (n % 128 or k % 128)), "blocks are whole"
     tiles = tiles or PRODUCT_TILES[group]
     outputs = _block(n, tiles.outputs)
