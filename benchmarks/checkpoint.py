@@ -125,7 +125,7 @@ def measure(spec: RunSpec, engine: Engine, folder: Path, arguments: argparse.Nam
             _, _, saved = save(saver, folder, number, timed)
             stalls.append(saved.stall_s)
             writes.append(saved.write_s)
-        told |= {"async_stall_s": round(statistics.median(stalls), 3)}
+        told |= {"async_stall_s": round(statistics.median(stalls), 6)}
         told |= {"async_stall_of_save": round(statistics.median(stalls) / statistics.median(saves), 4)}
         told |= rates("async_write", told["bytes"], writes)
         if arguments.steps:
@@ -177,7 +177,7 @@ def median(values: list[float]) -> float | None:
 
 def rates(name: str, size: int, seconds: list[float]) -> dict[str, float]:
     middle = statistics.median(seconds)
-    return {f"{name}_s": round(middle, 3), f"{name}_gb_s": round(size / middle / 1e9, 3)}
+    return {f"{name}_s": round(middle, 6), f"{name}_gb_s": round(size / middle / 1e9, 3)}
 
 
 def clear(folder: Path) -> None:

@@ -32,7 +32,7 @@ def test_checkpoint_bench_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     share = found["async_stall_s"] / found["save_s"]
-    assert found["async_stall_of_save"] == pytest.approx(share, rel=0.05, abs=0.01) and share > 0
+    assert found["async_stall_of_save"] == pytest.approx(share, abs=1e-3) and share > 0
     for name in ("save", "load", "async_write"):
         assert found[f"{name}_gb_s"] == pytest.approx(found["bytes"] / found[f"{name}_s"] / 1e9, abs=2e-3)
     assert set(found["disk_write_gb_s"]) == set(found["disk_read_gb_s"]) == {"1", "4"}
@@ -222,21 +222,6 @@ def test_what_part_of_communication_is_hidden(throughput: ModuleType, copies: bo
     assert (first[0], second[0]) == pytest.approx((50, 50 / 3))
     assert (first[1], second[1]) == pytest.approx(((40 if copies else 20) / 1e6, 50 / 1e6))
     assert throughput.hidden([event for event in events if event.stream != lane], 2) == []
-
-
-@pytest.mark.slow
-def test_the_error_of_each_layer_in_8_bits(
-    throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A line per layer: errors of the size that four bits make, and larger for e4m3 than for nothing."""
-    monkeypatch.setattr(sys, "argv", ["fp8_error", "configs/tiny.yaml", "--steps", "1", *sets(*ALONE)])
-    importlib.import_module("fp8_error").main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
-    assert [row[0] for row in rows] == ["0", "1"]
-    for row in rows:
-        forward, away, dgrad, wgrad, worst = map(float, row[1:6])
-        assert 0.01 < forward < 0.15 and 0.01 < dgrad < 0.15 and 0.01 < wgrad < worst < 0.3 and away < 0.01
-        assert row[6].startswith(("self_attn", "mlp"))
 
 
 def test_curves_that_part_are_told_and_drawn(
