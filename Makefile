@@ -13,14 +13,14 @@ GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/ready data/stdlib/tokenizer.json ## .venv with the package and its development needs; the demo's corpus
+setup: .venv/ready data/stdlib/held-out/corpus.json ## .venv with the package and its development needs; the demo's corpus
 
 .venv/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-data/stdlib/tokenizer.json: | .venv/ready
+data/stdlib/held-out/corpus.json: | .venv/ready
 	$(BIN)/python demo/stdlib.py data/stdlib
 
 demo: setup ## tokenise, submit configs/tiny.yaml, wait, show the loss falling (a few minutes on two cores)

@@ -4,6 +4,7 @@
 
 data/stdlib/tokenizer.json     a byte-level BPE of 4096 tokens trained on the text
 data/stdlib/tokens/            the corpus, for `data.sources`
+data/stdlib/held-out/          every 20th document, which is not in the other, for `validation.sources`
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from tokenizers import ByteLevelBPETokenizer
 
 from pithtrain.corpus import EOS, Report, open_corpus, tokenizer_sha256, write_corpus, written_aside
 from pithtrain.errors import DataError
+
+HELD_OUT = 20  # one document of so many is not trained on
 
 
 def documents(max_characters: int = 12_000_000) -> Iterator[str]:
@@ -45,18 +48,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def build(output: Path, vocab_size: int = 4096) -> Report | None:
-    """Makes `output`/tokenizer.json and the corpus `output`/tokens; None when both are there already. It may be killed
-    at any time: the directory appears whole, and of two processes at once each makes its own and the first one
-    stays."""
+    """Makes `output`/tokenizer.json and the corpora `output`/tokens and `output`/held-out; None when all are there
+    already. It may be killed at any time: the directory appears whole, and of two processes at once each makes its own
+    and the first one stays. The report is that of `tokens`."""
     with contextlib.suppress(DataError):
-        made_with = open_corpus(output / "tokens").vocabulary.tokenizer_sha256
-        if made_with == tokenizer_sha256(output / "tokenizer.json"):
+        made_with = {open_corpus(output / name).vocabulary.tokenizer_sha256 for name in ("tokens", "held-out")}
+        if made_with == {tokenizer_sha256(output / "tokenizer.json")}:
             return None
     damaged = output.exists()
     try:
         with written_aside(output, overwrite=damaged) as aside:
-            train_tokenizer(documents(), vocab_size, aside / "tokenizer.json")
-            report = write_corpus(documents(), aside / "tokens", aside / "tokenizer.json")
+            texts, tokenizer = list(documents()), aside / "tokenizer.json"
+            train_tokenizer(texts, vocab_size, tokenizer)
+            write_corpus(texts[::HELD_OUT], aside / "held-out", tokenizer)
+            del texts[::HELD_OUT]
+            report = write_corpus(texts, aside / "tokens", tokenizer)
     except DataError:
         if damaged or not output.exists():
             raise

@@ -19,6 +19,7 @@ def main(run: RunDir) -> None:
     rows = rundir.read_lines(run.metrics)
     last = [row["loss"] for row in rows[-MEAN_OVER:]]
     final = sum(last) / len(last)
+    held_out = next((row["val_loss/held-out"] for row in reversed(rows) if "val_loss/held-out" in row), None)
     speeds = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None)
     attempt = rundir.read_lines(run.attempts)[-1]
     table = Table(show_header=False, title=f"{run.name}: done")
@@ -27,6 +28,7 @@ def main(run: RunDir) -> None:
         ("tokens", f"{rows[-1]['tokens_seen']:,}"),
         ("first loss", f"{rows[0]['loss']:.4f}"),
         (f"last loss, mean of {len(last)}", f"{final:.4f}"),
+        ("loss on text held out", f"{held_out:.4f}" if held_out is not None else "-"),
         ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-"),
         ("run directory", str(run.path)),
         ("its log", f".venv/bin/pithtrain logs {run.name}"),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pithtrain.schedule import P2P, Action, dualpipev
+from pithtrain.schedule import P2P, Action, dualpipev, forwards
 
 World = list[list[Action]]
 SHAPES = [(P, N) for P in range(1, 9) for N in range(2 * P, 2 * P + 14)]
@@ -116,7 +116,7 @@ def longest_idle(ranks: World, F: float = 1, B: float = 2, W: float = 1, FB: flo
     so far and its batches before have ended. A batch is a rendezvous: it ends when the peer of each member has posted
     the matching operation, the k-th send on a link matching the k-th receive. Every action but W waits for it.
     """
-    cost = {"F": F, "B": B, "b": B - W, "W": W, "FB": FB}
+    cost = {"F": F, "B": B, "b": B - W, "W": W, "FB": FB, "end": 0}
     where: dict[tuple[int, int, bool], list[int]] = {}  # (rank, peer, send) -> action whose batch holds the k-th
     for r, actions in enumerate(ranks):
         for i, action in enumerate(actions):
@@ -229,6 +229,24 @@ def test_idle_time_is_the_formula(B: float, W: float, hidden: float) -> None:
 @pytest.mark.parametrize(("phi", "idle"), [(1, 6.0), (0.66, 8.06), (0.5, 9.5), (0, 14.0)])
 def test_idle_time_when_a_part_of_the_weight_gradients_can_wait(phi: float, idle: float) -> None:
     assert longest_idle(world(4, 16), W=phi) == pytest.approx(idle)
+
+
+# --- forwards alone ---
+
+
+def test_forwards_alone_take_two_slots_a_chunk_and_never_wait_in_a_circle() -> None:
+    assert " ".join(spell(a) for a in forwards(3, 1, 3)[:-1]) == "F0.0 F0.1 F1.0 F0.2 F1.1 F1.2"
+    for P in range(1, 9):
+        for N in (1, 2, 3, 2 * P, 2 * P + 5):
+            ranks = [forwards(P, r, N) for r in range(P)]
+            for actions in ranks:
+                done = [a.fwd for a in actions if a.fwd]
+                assert [chunk for phase, chunk in done if phase == 0] == [*range(N)]
+                assert [chunk for phase, chunk in done if phase == 1] == [*range(N)]
+                assert actions[-1].op == "end" and not any(a.bwd for a in actions)
+            check_links(ranks)
+            check_causality(ranks)
+            assert longest_idle(ranks) == 2 * (N - 1) + 2 * P - 2 * N, (P, N)
 
 
 # --- planted faults: each checker sees its own ---

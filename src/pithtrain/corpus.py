@@ -322,7 +322,7 @@ def written_aside(place: Path, overwrite: bool) -> Generator[Path]:
     if place.exists() and not overwrite:
         raise DataError(f"{place}: exists already; name another output or allow it to be overwritten (--overwrite)")
     for file in place.iterdir() if place.is_dir() else [place] if place.exists() else []:
-        if file.name not in (MANIFEST, "tokenizer.json", "tokens") and file.suffix != ".tokens":
+        if file.name not in (MANIFEST, "tokenizer.json", "tokens", "held-out") and file.suffix != ".tokens":
             raise DataError(f"{file} is no part of a corpus, and overwriting would remove it; name another output")
     new, old = (place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial") for _ in range(2))
     new.mkdir(parents=True)

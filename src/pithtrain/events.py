@@ -21,7 +21,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,19 +61,30 @@ class Metrics:
     memory_peak_gib: float | None
     data_wait_s: float | None
     checkpoint_stall_s: float | None
+    validation_s: float | None
     expert_load_max_over_mean: float | None
     expert_load_entropy: float | None
     dead_experts: int | None
     force_load_balance: bool | None  # true: no router decided
     attempt: int
+    val_loss: dict[str, float] | None = None  # of each corpus held out, in the line of a step that was validated
     expert_load: list[dict[str, Any]] | None = None  # of each MoE layer, in a line every so often
 
     def flat(self) -> dict[str, Any]:
         """The keys of metrics.jsonl in their order. A number that is not finite is null: JSON has no NaN."""
-        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "expert_load"}
+        names = [name for name in self.__dataclass_fields__ if name not in ("val_loss", "expert_load")]
+        row = {name: getattr(self, name) for name in names} | _val_loss(self.val_loss)
         row |= {} if self.expert_load is None else {"expert_load": self.expert_load}
-        infinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        return row | dict.fromkeys(infinite)
+        return _finite(row)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    infinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    return row | dict.fromkeys(infinite)
+
+
+def _val_loss(losses: Mapping[str, float] | None) -> dict[str, float]:
+    return {f"val_loss/{name}": loss for name, loss in (losses or {}).items()}
 
 
 def layer_load(layer: int, counts_E: Sequence[int]) -> dict[str, Any]:
@@ -99,6 +110,7 @@ def console_line(metrics: Metrics, max_steps: int) -> str:
         ("{:.3g} TFLOP/s", metrics.tflops_per_device),
         ("{:.1f} GiB", metrics.memory_peak_gib),
     ]
+    parts[2:2] = [(f"val {name} {{:.4f}}", value) for name, value in (metrics.val_loss or {}).items()]
     forced = " | forced routing" if metrics.force_load_balance else ""
     return " | ".join(text.format(value) for text, value in parts if value is not None) + forced
 
@@ -118,6 +130,18 @@ class Events:
         row = metrics.flat()
         self._write(self._metrics_file, row)
         print(console_line(metrics, self.spec.training.max_steps), flush=True)
+        self._to_wandb(row)
+
+    def validated(self, losses: Mapping[str, float], seconds: float) -> None:
+        """Complete the newest line, whose step a stop had kept from being validated."""
+        *before, newest = rundir.read_lines(self.run.metrics)
+        found = _finite({**_val_loss(losses), "validation_s": seconds})
+        self._rewrite([*before, newest | found])
+        told = " | ".join(f"val {name} {loss:.4f}" for name, loss in losses.items())
+        print(f"step {newest['step']}/{self.spec.training.max_steps} | {told}", flush=True)
+        self._to_wandb({"step": newest["step"], **found})
+
+    def _to_wandb(self, row: dict[str, Any]) -> None:
         if self._wandb is None:
             return
         values = {f"train/{key}": value for key, value in row.items() if value is not None and key != "expert_load"}
@@ -143,16 +167,20 @@ class Events:
             self._metrics_file.flush()
             self._events_file.flush()
 
-    def rewind(self, step: int) -> None:
-        """Cut the lines of metrics.jsonl beyond `step`, the step of the checkpoint that training goes on from."""
+    def rewind(self, step: int) -> dict[str, Any]:
+        """Cut the lines of metrics.jsonl beyond `step`, the step of the checkpoint that training goes on from. Returns
+        the line of that step, {} where there is none."""
         rows = rundir.read_lines(self.run.metrics)
         kept = [row for row in rows if row["step"] <= step]
-        if len(kept) == len(rows):
-            return
+        if len(kept) < len(rows):
+            self._rewrite(kept)
+            self.event("rewound", step=step, lines_cut=len(rows) - len(kept))
+        return kept[-1] if kept and kept[-1]["step"] == step else {}
+
+    def _rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
         self._metrics_file.close()
-        rundir.write_atomic(self.run.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        rundir.write_atomic(self.run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
         self._metrics_file = _open_whole(self.run.metrics)
-        self.event("rewound", step=step, lines_cut=len(rows) - len(kept))
 
     def close(self, exit_code: int, preempted: bool = False) -> None:
         """`preempted`: the run goes on in another attempt, which W&B should not take for an end."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pithtrain.ops.parts import Part
-from pithtrain.schedule import P2P, Action, dualpipev
+from pithtrain.schedule import P2P, Action, dualpipev, forwards
 from pithtrain.tape import (
     Closures,
     Labels,
@@ -50,6 +50,7 @@ class _Step:
     batches: Sequence[MicroBatch]
     scale: Tensor
     stats: Stats
+    learn: bool
     incoming: dict[tuple[str, int], Tensor] = field(default_factory=dict[tuple[str, int], Tensor])
     outgoing: dict[tuple[str, int], Tensor] = field(default_factory=dict[tuple[str, int], Tensor])
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
@@ -70,7 +71,9 @@ class Pipeline:
     part: Part | None  # that of all micro-batches; None: each has its own
 
     def __post_init__(self) -> None:
-        self.actions: list[Action] = dualpipev(self.world.mesh.pp, self.world.pp, self.micro_batches)
+        mine = self.world.mesh.pp, self.world.pp, self.micro_batches
+        self.actions: list[Action] = dualpipev(*mine)
+        self.forwards: list[Action] = forwards(*mine)
         self._last = self.world.pp == self.world.mesh.pp - 1
 
     @torch.no_grad()
@@ -81,7 +84,7 @@ class Pipeline:
         `batches`: one per micro-batch; empty where this rank has no tokens and no micro-batch a part of its own.
         `scale`: one over the valid tokens of the global batch, a device scalar.
         """
-        step = _Step(batches, scale, stats)
+        step = _Step(batches, scale, stats, learn=True)
         for action in self.actions:
             self._communicate(step, action.before)
             if action.op == "W":
@@ -108,6 +111,19 @@ class Pipeline:
         left = (step.incoming, step.outgoing, step.tapes, step.aside)
         assert not any(left), f"a step left {[len(x) for x in left]} inputs, outputs, tapes and bundles behind"
 
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch], scale: Tensor, stats: Stats) -> None:
+        """The forwards of a step alone, with nothing kept for a backward: `stats` as `step` leaves it, but for the
+        head's z-loss, and no gradient."""
+        step = _Step(batches, scale, stats, learn=False)
+        for action in self.forwards:
+            self._communicate(step, action.before)
+            self._wait(step)
+            if action.fwd:
+                h, _ = run_forward(self._forward(step, action.fwd))
+                self._hand_on(step, "F", action.fwd, h)
+        assert not step.incoming and not step.outgoing, "every stage's output has gone to the next"
+
     def _forward(self, step: _Step, fwd: tuple[int, int]) -> Generator[None, None, tuple[Tensor | None, Tape]]:
         phase, micro_batch = fwd
         stage = self.stages[phase]
@@ -116,7 +132,7 @@ class Pipeline:
         labels = None
         if stage.head is not None:
             assert batch.labels is not None, "pipeline rank 0 has the labels"
-            labels = Labels(batch.labels, step.scale)
+            labels = Labels(batch.labels, step.scale, step.learn)
         assert x is not None, "pipeline rank 0 has the tokens"
         part = self.part if batch.part is None else batch.part
         assert part is not None, "documents are known on every rank, or each stage would mask others"

@@ -33,7 +33,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-Op = Literal["F", "B", "b", "FB", "W"]
+Op = Literal["F", "B", "b", "FB", "W", "end"]
 Kind = Literal["F0", "F1", "B0", "B1"]
 _FORWARD: tuple[Kind, Kind] = ("F0", "F1")  # by phase
 _BACKWARD: tuple[Kind, Kind] = ("B0", "B1")
@@ -54,8 +54,8 @@ class Action:
     """One turn of a rank's compute.
 
     F forward, B whole backward, b backward with its weight gradients put aside, FB an overlapped pair of F and B,
-    W run the oldest bundle put aside. `fwd` and `bwd` are (phase, chunk). `before` is the one grouped batch of sends
-    and receives flushed right before this action, in order; empty: no communication.
+    W run the oldest bundle put aside, end nothing but its batch. `fwd` and `bwd` are (phase, chunk). `before` is the
+    one grouped batch of sends and receives flushed right before this action, in order; empty: no communication.
     """
 
     op: Op
@@ -96,6 +96,9 @@ class _Rank:
 
     def weights(self) -> None:
         self._act("W", None, None)
+
+    def end(self) -> None:
+        self._act("end", None, None)
 
     def receive(self, kind: Kind) -> None:
         self._message(False, kind)
@@ -182,4 +185,15 @@ def dualpipev(pp_size: int, pp_rank: int, micro_batches: int) -> list[Action]:
         rank.weights()
 
     assert not rank.queue, f"messages left after the last action: {rank.queue}"
+    return rank.actions
+
+
+def forwards(pp_size: int, pp_rank: int, micro_batches: int) -> list[Action]:
+    """The forwards alone of one batch, any number of chunks: F0.i in slot 2i + r and F1.i in slot 2i + 2P-1-r, of which
+    no two are the same. It takes 2 (N-1) + 2P slots, of one chunk each."""
+    P, r, N = pp_size, pp_rank, micro_batches
+    rank = _Rank(P, r)
+    for _, phase in sorted((2 * i + (2 * P - 1 - r if phase else r), phase) for i in range(N) for phase in (0, 1)):
+        rank.forward(phase)
+    rank.end()
     return rank.actions

@@ -176,7 +176,9 @@ class MoeSection(Strict):
     bias_update_rate: Coefficient = _key(
         0.0, "what a step adds to or takes from each selection bias, of scores below 1; 0.001 is usual", lt=1
     )
-    force_load_balance: bool = _key(False, "tokens go round robin, for speed measurements only: no checkpoints")
+    force_load_balance: bool = _key(
+        False, "tokens go round robin, for speed measurements only: no checkpoints, no validation"
+    )
     dispatch: Literal["dedup", "plain"] = _key("dedup", "a token travels once per rank; plain: once per expert")
     transport: Literal["auto", "nccl", "symmetric"] = _key(
         "auto",
@@ -233,12 +235,29 @@ class DataSection(Strict):
     repeat: bool = _key(False, "as many passes as max_steps needs, instead of epochs")
 
 
-class ValidationSection(Strict):
-    """Loss on held-out text."""
+class HeldOut(Strict):
+    """One corpus that is not trained on."""
 
-    interval: Positive | None = _later(None, "steps between validations; null: never")
-    steps: Positive | None = _later(None, "batches of one validation")
-    sources: tuple[DataSource, ...] = _later((), "corpora, each reported apart", strict=False)
+    path: Location = Field(description="folder of shards written by `pithtrain tokenize` with the training's tokenizer")
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = _key(
+        None, "of its loss, val_loss/NAME: letters, digits, '_', '.' and '-'; null: the folder's"
+    )
+
+    @property
+    def label(self) -> str:
+        """`name`, or the folder's."""
+        return self.name or self.path.name
+
+
+class ValidationSection(Strict):
+    """Loss on held-out text, every `interval` steps and after the last one: the mean over tokens, in nats. The samples
+    are the same at every step, on every mesh and in every run with this sequence length, whatever its seed."""
+
+    interval: Positive | None = _key(None, "steps between validations, a multiple of logging.interval; null: never")
+    steps: Positive | None = _key(
+        None, "global batches that one validation reads of each corpus, drawn from all of it; null: each sample once"
+    )
+    sources: tuple[HeldOut, ...] = _key((), "corpora, each with a loss of its own", strict=False)
 
 
 class CheckpointSection(Strict):
@@ -611,6 +630,25 @@ def _check_data(data: DataSection) -> Problems:
         yield Problem("data.epochs", data.epochs, rule, "give one of the two")
 
 
+def _check_validation(validation: ValidationSection, logging: LoggingSection) -> Problems:
+    at, every, names = "validation", validation.interval, [source.label for source in validation.sources]
+    if every is None:
+        for key, value, off in (("steps", validation.steps, None), ("sources", validation.sources, ())):
+            if value != off:
+                rule = "has no effect with interval: null, which never validates"
+                yield Problem(f"{at}.{key}", names or value, rule, f"set {at}.interval, or leave it out")
+        return
+    if every % logging.interval:
+        near = sorted({max(1, every // logging.interval + n) * logging.interval for n in (0, 1)})
+        rule = f"must be a multiple of logging.interval = {logging.interval}: its loss stands in the line of a step"
+        yield Problem(f"{at}.interval", every, rule, f"nearest: {' or '.join(map(str, near))}")
+    if not names:
+        yield Problem(f"{at}.sources", [], "must hold a corpus", "give [{path: ...}], or leave the section out")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        rule = "must have a name each, and there is more than one"
+        yield Problem(f"{at}.sources", names, f"{rule} {', '.join(twice)}", "give them [{path: ..., name: ...}]")
+
+
 def _check_checkpoint(checkpoint: CheckpointSection) -> Problems:
     at, kept, every = "checkpoint.keep_interval", checkpoint.keep_interval, checkpoint.interval
     if kept is None:
@@ -765,7 +803,8 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype, _check_moments, _check_lr
     checks += _check_moe, _check_transport, _check_balance, _check_forced, _check_fp8, _check_fp8_tokens, _check_data
-    checks += _check_checkpoint, _check_beginning, _check_host_memory, _check_profiling, _check_words, _check_slurm
+    checks += _check_validation, _check_checkpoint, _check_beginning, _check_host_memory, _check_profiling
+    checks += _check_words, _check_slurm
     for check in checks:
         needed = inspect.signature(check).parameters
         if needed.keys() <= parts.keys():
@@ -860,7 +899,7 @@ def _fields(owner: type[Strict], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every key below a section, by its full path, and what it means."""
     for name, info in owner.model_fields.items():
         yield prefix + name, info.description or ""
-        for kind in get_args(info.annotation) if info.discriminator else (info.annotation,):
+        for kind in (info.annotation, *get_args(info.annotation)):  # itself, one of several, those of a list
             if isinstance(kind, type) and issubclass(kind, Strict) and kind is not ModelConfig:  # `read_model` adds it
                 yield from _fields(kind, f"{prefix}{name}.")
 
@@ -880,8 +919,9 @@ def _suggest(path: str, known: Iterable[str]) -> str:
 
 
 def _problem(detail: Any, prefix: str, known: Mapping[str, str]) -> Problem:
-    """One of pydantic's errors in our words; `known` are all keys and what they mean."""
+    """One of pydantic's errors in our words; `known` are all keys and what they mean, those of a list's items once."""
     path = (prefix + ".".join(map(str, detail["loc"]))).rstrip(".")
+    key = re.sub(r"\.\d+\b", "", path)
     value, kind, rule, hint = detail["input"], detail["type"], detail["msg"], ""
     for theirs, ours in _WORDS.items():
         rule = re.sub(theirs, ours, rule)
@@ -889,13 +929,13 @@ def _problem(detail: Any, prefix: str, known: Mapping[str, str]) -> Problem:
         path += f".{detail['ctx']['discriminator'][1:-1]}"
         value, rule = detail["ctx"].get("tag", ABSENT), f"must be one of {detail['ctx'].get('expected_tags')}"
     if kind in ("missing", "union_tag_not_found"):
-        value, rule, hint = ABSENT, "missing", known.get(path, "")
+        value, rule, hint = ABSENT, "missing", known.get(key, "")
     elif kind == "extra_forbidden":
-        rule, hint = "is not a key", _suggest(path, known)
-        if path in known:
+        rule, hint = "is not a key", _suggest(key, known)
+        if key in known:
             rule, hint = f"is a key of another kind of {path.split('.')[-2]}", ""
     elif kind == "string_pattern_mismatch":
-        rule = f"is not of this form: {known[path]}"
+        rule = f"is not of this form: {known[key]}"
     elif kind == "model_type" and "." not in path:
         hint = "leave the section out to take its defaults"
     elif kind == "string_type" and isinstance(value, int | float):

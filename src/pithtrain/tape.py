@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from pithtrain.models.contract import Layer
-from pithtrain.ops.cross_entropy import linear_cross_entropy
+from pithtrain.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_loss
 from pithtrain.ops.dispatch import Edge, Lane, open_exchange
 from pithtrain.ops.experts import ExpertSegment, Recompute
 from pithtrain.ops.linear import Region, Segment, Weight, WeightGrad
@@ -106,10 +106,12 @@ class Stats:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the loss needs: labels [B, S] and `scale`, one over the valid tokens of the global batch."""
+    """What the loss needs: labels [B, S] and `scale`, one over the valid tokens of the global batch. Without `learn` it
+    is for reading alone, and leaves no gradient."""
 
     labels: Tensor
     scale: Tensor
+    learn: bool = True
 
 
 class Attend:
@@ -227,6 +229,9 @@ def forward(
     tape.entries.append(norm)
     n = norm.take()[0].flatten(0, 1)
     head, labels_T = stage.head, labels.labels.flatten()
+    if not labels.learn:
+        stats.loss += linear_cross_entropy_loss(n, head.weight.data, labels_T, labels.scale)
+        return None, tape
     loss, head_z, tape.start = linear_cross_entropy(n, head.weight, labels_T, labels.scale, head.z_coef)
     stats.loss += loss
     if head.z_coef:

@@ -1,7 +1,7 @@
 """The run and the step, in the order in which they happen. Read this first.
 
     run     connect -> preflight -> build -> resume -> loop -> save -> marker -> leave
-    loop    read a batch -> step -> log -> agree to stop or save -> save
+    loop    read a batch -> step -> agree to stop or save -> validate -> log -> save
     step    count the valid tokens of the global batch
             forwards and backwards (pipeline; gradients are reduced as their buckets fill)
             expert load of the global batch, gradient norm over all ranks
@@ -38,7 +38,7 @@ from pithtrain.build import Engine, build, device_type
 from pithtrain.catalog import Marker
 from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
 from pithtrain.data import Dataset
-from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
+from pithtrain.errors import CapacityError, CheckpointError, DataError, NotFiniteError, RunFailed
 from pithtrain.events import Events, Metrics, layer_load
 from pithtrain.models.contract import active_parameters, causal_keys
 from pithtrain.ops.cross_entropy import IGNORE
@@ -46,7 +46,7 @@ from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.parts import Part, chunks, to_device
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir, read_lines
-from pithtrain.spec import LrSchedulerSection, RunSpec
+from pithtrain.spec import HeldOut, LrSchedulerSection, RunSpec
 from pithtrain.tape import Stats, new_stats
 from pithtrain.watch import Watch
 from pithtrain.world import Place, World, all_reduce_sum, connect
@@ -143,8 +143,9 @@ def _run(job: Job) -> Outcome:
     position = _resume(job, engine, about)
     if dataset is not None:
         dataset.require(position.samples + (training.max_steps - position.step) * training.global_batch_size)
+    newest: dict[str, Any] = {}
     if job.events is not None:
-        job.events.rewind(position.step)
+        newest = job.events.rewind(position.step)
         _tell_start(job, engine, position.step)
 
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
@@ -157,6 +158,12 @@ def _run(job: Job) -> Outcome:
         keep_interval=keys.keep_interval,
     )
     saves = _Saves(job, engine, saver, meter, position.step)
+    validation = _Validation(job, engine, [_held_out(spec, each, about) for each in spec.validation.sources])
+    # a stop came before the validation of the step that was saved
+    if validation.due(position.step) and world.from_rank_zero(newest.get("validation_s", 0) is None):
+        late = validation.run(position.step)
+        if job.events is not None and not late.stop:
+            job.events.validated(late.losses, late.seconds)
     stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
     if not stop and position.step < training.max_steps:
         if not spec.moe.force_load_balance:
@@ -198,8 +205,17 @@ def _run(job: Job) -> Outcome:
                 job.warn(told)
             meter.skips[2] = 0
             saves.step_s = (time.perf_counter() - meter.since) / meter.steps
+            validated = None
+            if validation.due(step) and not stop and not count:
+                validated = validation.run(step)
+                meter.since += validated.seconds
+                if validated.stop:  # the next attempt validates
+                    stop, validated = validated.stop, None
+                    save_due = last = True
+                    if profile is not None:
+                        meter.since += profile.end(step, last)
             if log_due or count:
-                _log(job, meter, position, lr, result)
+                _log(job, meter, position, lr, result, validated)
                 meter.restart()
             if count:
                 saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
@@ -225,6 +241,71 @@ def _run(job: Job) -> Outcome:
     return Outcome(position.step if finished else saves.step, finished)
 
 
+@dataclass(frozen=True)
+class _Validated:
+    """Mean loss per token of each corpus by its name, and how long it took. `stop`: why it was left, as
+    `Watch.should_stop` tells it."""
+
+    losses: dict[str, float]
+    seconds: float
+    stop: int = 0
+
+
+def _held_out(spec: RunSpec, source: HeldOut, about: dict[str, Any]) -> tuple[str, Dataset, int]:
+    """A corpus of `validation`: its name, its samples in one order for all runs, and how many are read."""
+    training, steps = spec.training, spec.validation.steps
+    data = spec.data.model_copy(update={"sources": (source,), "shuffle": True, "repeat": True})
+    dataset = Dataset(data, training.sequence_length, 0, spec.model.config.vocab_size)
+    if about["tokenizer"] not in (None, dataset.fingerprint):
+        raise DataError(
+            f"{source.path}: was made with another tokenizer (sha256 {dataset.fingerprint[:12]}) than the corpus that "
+            f"is trained on ({about['tokenizer'][:12]}); tokenize it again with that one"
+        )
+    have, wanted = dataset.samples_per_epoch, (steps or 0) * training.global_batch_size
+    if wanted > have:
+        raise DataError(
+            f"{source.path}: holds {have:,} samples of {training.sequence_length:,} tokens, and "
+            f"validation.steps {steps} x global_batch_size {training.global_batch_size} wants {wanted:,}; "
+            "leave steps out to read it whole"
+        )
+    return source.label, dataset, wanted or have
+
+
+@dataclass(frozen=True)
+class _Validation:
+    """The loss on held-out text. `corpora`: (name, samples in their order, how many are read)."""
+
+    job: Job
+    engine: Engine
+    corpora: list[tuple[str, Dataset, int]]
+
+    def due(self, step: int) -> bool:
+        spec = self.job.spec
+        every = None if spec.moe.force_load_balance else spec.validation.interval  # where no router decides: nothing
+        return every is not None and step > 0 and (step % every == 0 or step == spec.training.max_steps)
+
+    @torch.no_grad()
+    def run(self, step: int) -> _Validated:
+        """After step `step`; the same on all ranks. Whether to stop is agreed on before each global batch. The last
+        batch of a corpus is filled up with samples that do not count, so every rank has as many."""
+        spec, world, engine = self.job.spec, self.job.world, self.engine
+        config, batch, dtype = spec.model.config, spec.training.global_batch_size, accumulate_dtype(engine.dtype)
+        begin, losses = time.perf_counter(), dict[str, float]()
+        for name, dataset, samples in self.corpora:
+            told = torch.zeros(2, dtype=torch.float64, device=world.device)  # summed loss, tokens
+            for first in range(0, samples, batch):
+                self.job.watch.enter("validation", step)
+                if stop := world.max(self.job.watch.should_stop())()[0]:
+                    return _Validated({}, time.perf_counter() - begin, stop)
+                batches = read_batches(dataset, spec, world, first, samples)
+                stats = new_stats(config.num_hidden_layers, config.num_experts, world.device, dtype)
+                engine.pipeline.evaluate(batches, torch.ones((), dtype=dtype, device=world.device), stats)
+                told += torch.stack((stats.loss.double(), _valid_tokens(batches, world)))
+            total, tokens = world.sum(told).tolist()
+            losses[name] = total / tokens if tokens else math.nan
+        return _Validated(losses, time.perf_counter() - begin)
+
+
 def _tell_start(job: Job, engine: Engine, step: int) -> None:
     spec = job.spec
     job.tell("started", step=step, mesh=asdict(spec.mesh), device=str(job.world.device))
@@ -237,7 +318,7 @@ def _tell_start(job: Job, engine: Engine, step: int) -> None:
         quantized, kept = (sorted({name for name, p in kinds if p.fp8 == narrow}) for narrow in (True, False))
         job.tell("fp8", recipe=spec.fp8.recipe, quantized=quantized, kept=kept)
     if spec.moe.force_load_balance:
-        job.warn(f"moe.force_load_balance: tokens go round robin, so {NOTHING_SAVED}")
+        job.warn(f"moe.force_load_balance: tokens go round robin, so nothing is validated, and {NOTHING_SAVED}")
 
 
 @dataclass
@@ -377,17 +458,24 @@ def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
     """One over the valid tokens of the global batch, a device scalar, the same on all ranks; 0 if there is none. Summed
     over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of the step
     before, and a sum on them would wait for all of these."""
-    world = engine.world
+    valid = engine.world.sum(_valid_tokens(batches, engine.world))
+    return torch.where(valid > 0, 1 / valid, 0.0).to(accumulate_dtype(engine.dtype))
+
+
+def _valid_tokens(batches: list[MicroBatch], world: World) -> Tensor:
+    """Of this rank, a float64 device scalar."""
     valid = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
         if batch.labels is not None:
             valid += (batch.labels != IGNORE).sum()
-    valid = world.sum(valid)
-    return torch.where(valid > 0, 1 / valid, 0.0).to(accumulate_dtype(engine.dtype))
+    return valid
 
 
-def read_batches(dataset: Dataset | None, spec: RunSpec, world: World, samples: int) -> list[MicroBatch]:
-    """This data rank's micro-batches of the step that begins after `samples` sequences.
+def read_batches(
+    dataset: Dataset | None, spec: RunSpec, world: World, samples: int, end: int | None = None
+) -> list[MicroBatch]:
+    """This data rank's micro-batches of the step that begins after `samples` sequences. From sequence `end` on they
+    have no labels.
 
     Micro-batch a of data rank d holds the sequences samples + (a * data_size + d) * mbs + [0, mbs): which sequences
     share a micro-batch does not depend on the mesh. A cp rank has its own chunks of them, tokens and labels on pipeline
@@ -404,8 +492,11 @@ def read_batches(dataset: Dataset | None, spec: RunSpec, world: World, samples: 
         if dataset.document_mask:
             part = Part(mbs, length, world.device, cp, world.cp, dataset.documents(first, mbs))
         if world.pp == 0:
-            whole = (torch.from_numpy(x) for x in dataset.batch(first, mbs))  # labels are shifted before the cut
-            tokens, labels = (to_device(torch.cat([x[:, c] for c in own], 1), world.device) for x in whole)
+            whole = dataset.batch(first, mbs)  # labels are shifted before the cut
+            if end is not None:
+                whole[1][max(0, end - first) :] = IGNORE
+            pair = (torch.from_numpy(x) for x in whole)
+            tokens, labels = (to_device(torch.cat([x[:, c] for c in own], 1), world.device) for x in pair)
         batches.append(MicroBatch(tokens, labels, part))
     return batches
 
@@ -570,7 +661,9 @@ def _attention_flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
     return sum(6 * layer.core_width * keys(layer.window) for layer in layers)
 
 
-def _log(job: Job, meter: _Meter, position: Position, lr: float, result: StepResult) -> None:
+def _log(
+    job: Job, meter: _Meter, position: Position, lr: float, result: StepResult, validated: "_Validated | None"
+) -> None:
     """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
     spec, world, events, stats = job.spec, job.world, job.events, result.stats
     config, training = spec.model.config, spec.training
@@ -608,11 +701,13 @@ def _log(job: Job, meter: _Meter, position: Position, lr: float, result: StepRes
         memory_peak_gib=_memory_peak_gib(world.device),
         data_wait_s=meter.data_wait_s / meter.steps,
         checkpoint_stall_s=meter.stall_s,
+        validation_s=validated.seconds if validated else None,
         expert_load_max_over_mean=max((load["max_over_mean"] for load in loads), default=None),
         expert_load_entropy=min((load["entropy"] for load in loads), default=None),
         dead_experts=sum(load["dead"] for load in loads) if moe else None,
         force_load_balance=spec.moe.force_load_balance or None,
         attempt=events.attempt,
+        val_loss=validated.losses if validated else None,
         expert_load=loads if whole else None,
     )
     events.metrics(line)

@@ -47,7 +47,7 @@ from pithtrain.errors import PithtrainError, RunFailed, Stalled
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec
 
-Phase = Literal["init", "load", "first_step", "step", "save"]
+Phase = Literal["init", "load", "first_step", "step", "validation", "save"]
 
 # Which key of `distributed` limits a phase. Reading a checkpoint takes as long as writing one.
 LIMITS: dict[Phase, str] = {
@@ -55,6 +55,7 @@ LIMITS: dict[Phase, str] = {
     "load": "save_timeout_s",
     "first_step": "train_timeout_s",
     "step": "step_timeout_s",
+    "validation": "step_timeout_s",  # of each global batch
     "save": "save_timeout_s",
 }
 REASONS = ("SIGINT", "SIGUSR2", "SIGTERM", "the launcher died", "cancelled")

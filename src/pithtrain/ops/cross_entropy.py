@@ -44,6 +44,14 @@ def linear_cross_entropy(
     return loss, z, dh_TH
 
 
+def linear_cross_entropy_loss(h_TH: Tensor, w_VH: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:
+    """The same loss and nothing else, of text that is not learnt from."""
+    loss = torch.zeros((), dtype=accumulate_dtype(h_TH.dtype), device=h_TH.device)
+    for h, labels in zip(h_TH.split(CHUNK), labels_T.split(CHUNK), strict=True):
+        loss += _loss_and_grad(_logits(h, w_VH), labels, scale, h_TH.dtype, 0.0)[0]
+    return loss
+
+
 def _logits(h_TH: Tensor, w_VH: Tensor) -> Tensor:
     dtype = accumulate_dtype(h_TH.dtype)
     if h_TH.is_cuda and h_TH.dtype != dtype:
