@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pithtrain import corpus
-from pithtrain.data import Dataset, permute
+from pithtrain.data import Dataset, drawn, integers, permute
 from pithtrain.errors import DataError
 from pithtrain.spec import DataSection, DataSource, Mesh
 from test_corpus import EOS_ID, jsonl, word_tokenizer, words
@@ -84,12 +84,12 @@ def test_samples_are_windows_of_one_stream(tmp_path: Path) -> None:
     path = make(tmp_path / "c", [[10, 11, 12], [13, 14], [15, 16]])
     stream = [10, 11, 12, EOS_ID, 13, 14, EOS_ID, 15, 16, EOS_ID]
     data = dataset(path, shuffle=False)
-    assert data.samples_per_epoch == 2
+    assert data.streams[0].num_samples == 2
     tokens, labels = data.batch(0, 4)
     assert tokens.dtype == labels.dtype == np.int64
     assert tokens.tolist() == [stream[0:4], stream[4:8]] * 2
     assert labels.tolist() == [stream[1:5], stream[5:9]] * 2
-    assert data.locate(3) == (1, 1)
+    assert data.locate(3) == (0, 1, 1)
     assert dataset(path, length=9, shuffle=False).batch(7, 1)[1].tolist() == [stream[1:]]  # exactly one sample
 
 
@@ -100,7 +100,7 @@ def test_samples_cross_shards(tmp_path: Path, shard_tokens: int) -> None:
     stream = [i for document in documents for i in [*document, EOS_ID]]
     for length in (1, 3, 64):
         data = dataset(path, length, shuffle=False)
-        tokens, labels = data.batch(0, data.samples_per_epoch)
+        tokens, labels = data.batch(0, data.streams[0].num_samples)
         assert tokens.ravel().tolist() == stream[: tokens.size]
         assert labels.ravel().tolist() == stream[1 : tokens.size + 1]
         assert len(stream) - tokens.size <= length
@@ -131,7 +131,7 @@ def test_case_037_offsets_are_64_bit(tmp_path: Path) -> None:
 
 def test_case_038_three_hundred_shards(tmp_path: Path) -> None:
     data = dataset(sequences(tmp_path / "c", 300, shard_tokens=1))
-    assert len(data.corpus.shards) == 301
+    assert len(data.streams[0].corpus.shards) == 301
     for epoch in range(2):
         assert sorted(ids(data, 300 * epoch, 300)) == list(range(300))
 
@@ -155,7 +155,7 @@ def test_permute_is_a_bijection_that_looks_random() -> None:
 def test_the_order_is_the_same_for_good(tmp_path: Path) -> None:
     """Frozen values: a change here changes what every run reads after a resume."""
     data = dataset(sequences(tmp_path / "c", 10), seed=2**63 - 1)
-    assert [data.locate(i) for i in (0, 9, 10, 25)] == [(0, 2), (0, 9), (1, 2), (2, 0)]
+    assert [data.locate(i)[1:] for i in (0, 9, 10, 25)] == [(0, 2), (0, 9), (1, 2), (2, 0)]
     assert [permute(i, 10, bytes(16)) for i in range(10)] == [5, 1, 4, 9, 7, 3, 0, 2, 6, 8]
 
 
@@ -226,6 +226,85 @@ def test_case_046_one_replica_reads_one_text(tmp_path: Path, mesh: Mesh) -> None
     assert len(distinct) == 16  # the global batch
 
 
+# --- several corpora ---
+
+
+def mixed(*parts: tuple[Path, float], **data: Any) -> Dataset:
+    sources = tuple(DataSource(path=path / "tokens", weight=weight) for path, weight in parts)
+    section = DataSection(sources=sources, **{"repeat": True, "document_mask": False, **data})
+    return Dataset(section, S, 0, VOCAB)
+
+
+def test_turns_follow_the_weights_and_every_count_is_known_beforehand() -> None:
+    assert integers([0.1, 0.2, 0.7]) == [1, 2, 7] and integers([1.0]) == [1] and integers([1e-3, 0.999]) == [1, 999]
+    rng = np.random.default_rng(3)
+    for weights in ([1], [3, 1], [1, 999], [1, 1, 1], [5, 1, 3, 1], rng.integers(1, 1000, 12).tolist()):
+        before = drawn(0, weights)
+        assert before == [0] * len(weights)
+        for samples in range(1, 3000):
+            now = drawn(samples, weights)
+            assert sum(now) == samples and sorted(b - a for a, b in zip(before, now, strict=True))[-2:] in ([0, 1], [1])
+            shares = [samples * weight / sum(weights) for weight in weights]
+            near = 0.5 if len(weights) == 2 else 1.5
+            assert all(abs(count - share) <= near for count, share in zip(now, shares, strict=True)), (weights, samples)
+            before = now
+        far = 10**15  # exact where floats are not
+        assert sum(drawn(far, weights)) == far
+        assert sorted(b - a for a, b in zip(drawn(far, weights), drawn(far + 1, weights), strict=True))[-1] == 1
+    assert [drawn(n + 1, [3, 1])[1] - drawn(n, [3, 1])[1] for n in range(8)] == [0, 0, 1, 0, 0, 0, 1, 0]
+
+
+def test_each_corpus_has_its_own_epochs_and_any_sample_is_found_by_its_number(tmp_path: Path) -> None:
+    """Each in the order that it has alone, but for a second one of the same size, which is shuffled by itself."""
+    large, small = sequences(tmp_path / "large", 40), sequences(tmp_path / "small", 10)
+    data = mixed((large, 0.8), (small, 0.2))
+    places = [data.locate(counter) for counter in range(100)]
+    assert [place.corpus for place in places].count(0) == 80
+    for number, size in ((0, 40), (1, 10)):
+        own = [place for place in places if place.corpus == number]
+        for epoch in (0, 1):
+            assert sorted(place.sample for place in own if place.epoch == epoch) == [*range(size)]
+    alone = dataset(large)
+    assert [place[1:] for place in places if place.corpus == 0] == [alone.locate(i)[1:] for i in range(80)]
+    again = mixed((large, 0.8), (small, 0.2))  # a new process, in any order
+    assert [again.locate(counter) for counter in reversed(range(100))] == places[::-1]
+    twins = mixed((large, 0.5), (sequences(tmp_path / "twin", 40), 0.5))
+    orders = [[p.sample for p in map(twins.locate, range(80)) if p.corpus == number] for number in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
+def test_a_batch_of_several_corpora_holds_their_tokens_and_documents(tmp_path: Path) -> None:
+    one, two = make(tmp_path / "one", [range(10, 30)]), make(tmp_path / "two", [range(40, 42), range(50, 68)])
+    data = mixed((one, 0.5), (two, 0.5), shuffle=False, document_mask=True)
+    tokens, labels = data.batch(0, 4)
+    assert tokens.tolist() == [[10, 11, 12, 13], [40, 41, EOS_ID, 50], [14, 15, 16, 17], [51, 52, 53, 54]]
+    assert labels[1].tolist() == [41, EOS_ID, -100, 51]
+    assert data.documents(0, 4) == [[0], [0, 3], [0], [0]]
+
+
+def test_case_036_passes_over_each_corpus_are_known_and_no_more_are_read(tmp_path: Path) -> None:
+    """0.001 and 0.999 of one size; without `repeat` the run is refused for the one that would not do."""
+    rare, common = sequences(tmp_path / "rare", 10), sequences(tmp_path / "common", 10)
+    data = mixed((rare, 0.001), (common, 0.999))
+    assert [(one["samples"], one["epochs"]) for one in data.passes(10_000)] == [(10, 1.0), (9990, 999.0)]
+    assert [one["path"] for one in data.passes(1)] == [str(rare / "tokens"), str(common / "tokens")]
+    once = mixed((rare, 0.001), (common, 0.999), repeat=False)
+    once.require(10)
+    with pytest.raises(DataError, match=r"common/tokens: the run needs 11 samples .*, 11 of them of this corpus, and"):
+        once.require(11)
+    assert ids(once, 0, 10) and sorted(ids(once, 0, 10)) == [*range(10)]
+
+
+def test_corpora_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
+    one = sequences(tmp_path / "one", 8)
+    (tmp_path / "two").mkdir()
+    other = word_tokenizer(tmp_path / "two" / "tokenizer.json", VOCAB, first_word=5)
+    text = jsonl(tmp_path / "two" / "text.jsonl", [{"text": words(range(10, 60))}])
+    corpus.tokenize([text], tmp_path / "two" / "tokens", other)
+    with pytest.raises(DataError, match=r"two/tokens: was made with .*, that of .*one/tokens is .*with one of the two"):
+        mixed((one, 0.5), (tmp_path / "two", 0.5))
+
+
 # --- documents ---
 
 
@@ -238,8 +317,8 @@ def test_documents_and_their_labels(tmp_path: Path, shard_tokens: int) -> None:
     begins = np.cumsum([0, *(n + 1 for n in lengths)]).tolist()
     for s in (1, 4, 7, 31):
         data = dataset(path, s, shuffle=False, document_mask=True)
-        tokens, labels = data.batch(0, data.samples_per_epoch)
-        for i, starts in enumerate(data.documents(0, data.samples_per_epoch)):
+        tokens, labels = data.batch(0, data.streams[0].num_samples)
+        for i, starts in enumerate(data.documents(0, data.streams[0].num_samples)):
             assert starts == [0, *(b - i * s for b in begins if i * s < b < (i + 1) * s)]
             assert tokens[i].tolist() == stream[i * s : (i + 1) * s]
             want = [-100 if t + 1 in begins else stream[t + 1] for t in range(i * s, (i + 1) * s)]
@@ -248,7 +327,7 @@ def test_documents_and_their_labels(tmp_path: Path, shard_tokens: int) -> None:
     once = dataset(path, 4, shuffle=False, document_mask=True, repeat=False, epochs=1)
     for read in (once.batch, once.documents):
         with pytest.raises(DataError, match=r"data\.epochs = 1"):
-            read(once.samples_per_epoch, 1)
+            read(once.streams[0].num_samples, 1)
 
 
 def test_the_label_to_ignore_is_that_of_the_loss() -> None:
@@ -306,7 +385,7 @@ def test_a_corpus_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
         r"its ids go up to 511, but model.vocab_size is 300; set model.vocab_size to at least 512", path, vocab_size=300
     )
     refused(r"c/tokens: has 34 tokens, one sample takes training.sequence_length \+ 1 = 35", path, length=34)
-    assert dataset(path, length=33).samples_per_epoch == 1
+    assert dataset(path, length=33).streams[0].num_samples == 1
     shard = path / "tokens" / "shard-00000.tokens"
     shard.write_bytes(shard.read_bytes()[:-8])
     refused(r"shard-00000.tokens: has 4,240 bytes, but 34 tokens .* take 4,248; it was cut short", path)

@@ -257,6 +257,12 @@ def test_case_007(base: Path) -> None:
     assert "nodes 3" in refused(base, "slurm.nodes=3", "parallelism.pipeline_parallel_size=2")["parallelism"].rule
 
 
+def test_weights_of_corpora_are_summed_as_they_are_written(base: Path) -> None:
+    """0.1 + 0.2 + 0.7 is 1, though not as floats."""
+    spec = load(base, ["data.sources=[{path: a, weight: 0.1}, {path: b, weight: 0.2}, {path: c, weight: 0.7}]"])
+    assert [source.weight for source in spec.data.sources] == [0.1, 0.2, 0.7] and load(base).data.sources[0].weight == 1
+
+
 def test_what_a_validation_needs(base: Path) -> None:
     """Nothing of the section is without effect, and each corpus has a name of its own."""
     sources = "validation.sources=[{path: a/books}, {path: b/books, name: more-books}]"
@@ -389,7 +395,9 @@ def test_mesh_ranks_are_a_bijection_with_ep_innermost() -> None:
         (["logging.expert_load_interval=0"], "logging.expert_load_interval", "greater than 0"),
         (["data.sources=[]"], "data.sources", "must hold a corpus"),
         (["data.sources=[{path: a, weight: 0.7}]"], "data.sources", "sum to 0.7, not to 1"),
-        (["data.sources=[{path: a, weight: 0.7}, {path: b, weight: 0.3}]"], "data.sources", "not implemented yet"),
+        (["data.sources=[{path: a, weight: 0.7}, {path: b, weight: 0.2}]"], "data.sources", "sum to 0.9, not to 1"),
+        (["data.sources=[{path: a, weight: 0.7}, {path: a, weight: 0.3}]"], "data.sources", "given twice"),
+        (["data.sources=[{path: a, weight: 0}, {path: b}]"], "data.sources.0.weight", "greater than 0"),
         (["data.repeat=true", "data.epochs=2"], "data.epochs", "no effect with data.repeat: true"),
         (["checkpoint={interval: 5, keep_interval: 10}"], "checkpoint.keep_interval", "which keeps every checkpoint"),
         (["checkpoint={keep_last: 2, keep_interval: 10}"], "checkpoint.keep_interval", "no effect with interval: null"),

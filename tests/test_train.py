@@ -693,3 +693,22 @@ def test_a_run_over_documents_is_the_same_on_cut_sequences(
     most = flops_per_token(want.model.config, 32)
     assert all(flops_per_token(want.model.config, 8) < ratio <= most * (1 + 1e-9) for ratio in ratios)
     assert min(ratios) < 0.999 * most
+
+
+def test_a_run_tells_how_often_it_reads_each_corpus(corpus: Path, tmp_path: Path) -> None:
+    """Over the whole run, also at a resume; other weights at a resume are told."""
+    rng = np.random.default_rng(6)
+    documents = [rng.integers(10, MODEL["vocab_size"], 30).tolist() for _ in range(9)]
+    small = make(tmp_path / "small", documents, MODEL["vocab_size"]) / "tokens"
+
+    def spec(steps: int, weight: float) -> RunSpec:
+        sources = [{"path": str(corpus), "weight": 1 - weight}, {"path": str(small), "weight": weight}]
+        return train_spec(corpus, data={"sources": sources, "repeat": True}, training={"max_steps": steps})
+
+    for steps, weight in ((2, 0.25), (4, 0.25), (5, 0.5)):
+        alone(spec(steps, weight), tmp_path / "run")
+    told = [row["sources"] for row in events(tmp_path / "run", "data")]
+    assert [[one["samples"] for one in sources] for sources in told] == [[12, 4], [24, 8], [20, 20]]
+    assert told[1][1]["path"] == str(small) and told[1][1]["epochs"] == pytest.approx(8 / 17, abs=1e-4)
+    warned = [row["message"] for row in events(tmp_path / "run", "warning")]
+    assert len(warned) == 1 and "sources" in warned[0] and "up to step 4" in warned[0]

@@ -179,11 +179,11 @@ def test_case_008_an_odd_corpus_on_any_mesh(
 def test_steps_of_it_are_drawn_from_all_of_it_alike_whatever_the_seed(
     corpora: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[tuple[str, int]] = []
+    read: list[tuple[int, int, int]] = []
     real = Dataset.batch
 
     def batch(self: Any, first: int, count: int) -> Any:
-        if self.corpus.path == corpora["even"]:
+        if self.streams[0].corpus.path == corpora["even"]:
             read.extend(self.locate(counter) for counter in range(first, first + count))
         return real(self, first, count)
 
@@ -192,7 +192,7 @@ def test_steps_of_it_are_drawn_from_all_of_it_alike_whatever_the_seed(
         training = {"max_steps": 2, "seed": seed}
         alone(spec_of(corpora, sources=("even",), validation={"steps": 1}, training=training), tmp_path / str(seed))
     assert read[:8] == read[8:] and len(read) == 16
-    samples = [sample for _, sample in read[:8]]
+    samples = [sample for *_, sample in read[:8]]
     assert len({*samples}) == 8 and samples != sorted(samples) and max(samples) >= 8
 
 

@@ -8,8 +8,10 @@ With `document_mask` documents are kept apart: the label of a document's last to
 the first token of another text; `documents` says where they begin, from the recorded offsets. A document that a window
 cuts begins anew in the next one. Without the mask a window is one stream and every label counts.
 
-A run reads samples by a global counter 0, 1, 2, ...: `counter = epoch * samples_per_epoch + place`, and the place in
-the epoch is mapped to a sample by a bijection keyed by (seed, epoch). So every sample is read exactly once an epoch,
+A run reads samples by a global counter 0, 1, 2, ... Several corpora take turns by their weights (`drawn`): how many of
+the first n samples each gives is a function of n, within one of its share for two and never far for more. Of one corpus
+`count = epoch * samples_per_epoch + place`, and the place in the epoch is mapped to a sample by a bijection keyed by
+(seed, epoch) and the corpus's number. So every sample is read exactly once an epoch of its corpus,
 the order depends on (seed, counter) alone, and any rank finds any sample without the ones before: a resume, another
 batch size or another mesh continue at a counter. No tail is dropped: an epoch may end inside a batch, whose first
 samples are then of one epoch and the others of the next.
@@ -20,10 +22,16 @@ stored permutation of 10 billion samples would take 80 GB.
 
 Worked example, 10 tokens, s = 4, not shuffled: 2 samples; sample 1 has tokens 4 5 6 7 and labels 5 6 7 8; counter 3 is
 epoch 1, sample 1. If a document begins at token 6, then with the mask sample 1 has labels 5 -100 7 8 and documents 0 2.
+Weights 0.75 and 0.25 read corpora 0 0 1 0 0 0 1 0 and so on.
 """
 
 import functools
 import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +46,7 @@ IGNORE = -100  # the label of no token, as ops/cross_entropy has it
 
 
 def permute(place: int, size: int, key: bytes) -> int:
-    """The image of `place` under the permutation of range(size) that `key` (16 bytes) names."""
+    """The image of `place` under the permutation of range(size) that `key` names."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
@@ -52,35 +60,46 @@ def permute(place: int, size: int, key: bytes) -> int:
             return place
 
 
-class Dataset:
-    """The samples of `data`'s corpus for one run. Opening it reads `corpus.json` and a stat per shard.
+class Place(NamedTuple):
+    """Where a sample lies: the number of its corpus, which pass over that, and which of its samples."""
 
-    Raises DataError, naming path and numbers, when the corpus is missing, incomplete or cut short, was made with
-    another tokenizer than `data.tokenizer`, has a larger vocabulary than the model, or is shorter than one sample.
-    """
+    corpus: int
+    epoch: int
+    sample: int
 
-    def __init__(self, data: DataSection, sequence_length: int, seed: int, vocab_size: int) -> None:
-        assert len(data.sources) == 1, "the spec refuses more than one source"
-        self.corpus = open_corpus(data.sources[0].path)
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.vocab_size = vocab_size
-        self.shuffle = data.shuffle
-        self.document_mask = data.document_mask
-        self.epochs = None if data.repeat else data.epochs  # None: as many as are asked for
-        path, vocabulary, total = self.corpus.path, self.corpus.vocabulary, self.corpus.num_tokens
-        self.samples_per_epoch = (total - 1) // sequence_length
-        if data.tokenizer and (theirs := tokenizer_sha256(data.tokenizer)) != self.fingerprint:
-            raise DataError(
-                f"{path}: was made with a tokenizer of sha256 {self.fingerprint[:12]}, data.tokenizer "
-                f"{data.tokenizer} is {theirs[:12]}; tokenize again, or leave data.tokenizer out to train on it anyway"
-            )
+
+def integers(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in the ratio of the weights as they are written, 0.1 being a tenth."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    unit = lcm(*(weight.denominator for weight in exact))
+    return [int(weight * unit) for weight in exact]
+
+
+def drawn(samples: int, weights: Sequence[int]) -> list[int]:
+    """How many of the first `samples` each corpus gives: its part, rounded, of what those before it leave. They sum to
+    `samples`, and one more sample is one more of one corpus."""
+    left, rest, counts = samples, sum(weights), list[int]()
+    for weight in weights:
+        counts.append((2 * left * weight + rest) // (2 * rest))
+        left, rest = left - counts[-1], rest - weight
+    return counts
+
+
+class Stream:
+    """The samples of one corpus, by their number: windows of its tokens. Opening it reads `corpus.json` and a stat per
+    shard. Raises DataError as `Dataset` does."""
+
+    def __init__(self, path: Path, sequence_length: int, vocab_size: int) -> None:
+        self.corpus = open_corpus(path)
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        vocabulary, total = self.corpus.vocabulary, self.corpus.num_tokens
+        self.num_samples = (total - 1) // sequence_length
         if vocabulary.vocab_size > vocab_size:
             raise DataError(
                 f"{path}: its ids go up to {vocabulary.vocab_size - 1:,}, but model.vocab_size is {vocab_size:,}; "
                 f"set model.vocab_size to at least {vocabulary.vocab_size:,} or tokenize with another tokenizer"
             )
-        if self.samples_per_epoch < 1:
+        if self.num_samples < 1:
             raise DataError(
                 f"{path}: has {total:,} tokens, one sample takes training.sequence_length + 1 = {sequence_length + 1:,}"
             )
@@ -92,65 +111,9 @@ class Dataset:
         """sha256 of the tokenizer.json that the corpus was made with."""
         return self.corpus.vocabulary.tokenizer_sha256
 
-    def require(self, samples: int) -> None:
-        """Raises DataError when a run of `samples` = max_steps x global_batch_size would need more epochs than allowed:
-        at its start, or before it is submitted."""
-        if self.epochs is None or samples <= self.epochs * self.samples_per_epoch:
-            return
-        have, per_epoch = self.epochs * self.samples_per_epoch, self.samples_per_epoch
-        raise DataError(
-            f"{self.corpus.path}: the run needs {samples:,} samples (max_steps x global_batch_size) and data.epochs = "
-            f"{self.epochs} gives {self.epochs} x {per_epoch:,} = {have:,}, of {self.sequence_length:,} tokens each; "
-            f"set data.epochs to {-(-samples // per_epoch)} or data.repeat to true"
-        )
-
-    def locate(self, counter: int) -> tuple[int, int]:
-        """(epoch, sample) of a global sample counter >= 0; sample i begins at token i * sequence_length."""
-        epoch, place = divmod(counter, self.samples_per_epoch)
-        if not self.shuffle:
-            return epoch, place
-        key = self.seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
-        return epoch, permute(place, self.samples_per_epoch, key)
-
-    def batch(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens and labels of the samples `first` .. `first + count - 1`: int64 [count, sequence_length] each. With
-        `document_mask` labels across the end of a document are IGNORE. Raises DataError beyond the last allowed epoch,
-        when a shard cannot be read, and for an id beyond the model's."""
-        self.require(first + count)
-        s = self.sequence_length
-        windows = np.empty((count, s + 1), np.int64)
-        for row in range(count):
-            _, sample = self.locate(first + row)
-            self._read(sample * s, windows[row])
-        tokens, labels = windows[:, :-1].copy(), windows[:, 1:].copy()  # of one row both would be the same memory
-        if self.document_mask:
-            for row in range(count):
-                labels[row, self._begins(self.locate(first + row)[1] * s + 1, s)] = IGNORE
-        return tokens, labels
-
-    def documents(self, first: int, count: int) -> list[list[int]]:
-        """Where the documents of these samples begin, as far as they lie in them: 0 first; one without a token where
-        its neighbour does. Reads offsets, no token. Raises DataError beyond the last allowed epoch."""
-        self.require(first + count)
-        s = self.sequence_length
-        starts = (self.locate(counter)[1] * s for counter in range(first, first + count))
-        return [[0, *(1 + place for place in self._begins(start + 1, s - 1))] for start in starts]
-
-    def _begins(self, start: int, length: int) -> list[int]:
-        """At which of the `length` tokens from `start` of the whole stream on a document begins, relative to it."""
-        found: list[int] = []
-        i = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while i < len(self.corpus.shards) and (base := int(self._starts[i])) < start + length:
-            ends = np.array([max(start - base, 0), start + length - base], np.uint64)
-            offsets = self._mapped(i)[1]
-            first, last = np.searchsorted(offsets[:-1], ends)
-            found += (base - start + offsets[first:last].astype(np.int64)).tolist()
-            i += 1
-        return found
-
-    def _read(self, start: int, out: npt.NDArray[np.int64]) -> None:
-        """Fills `out` with the tokens from `start` of the whole stream on, across shards."""
-        done = 0
+    def read(self, sample: int, out: Ids) -> None:
+        """Fills `out` [sequence_length + 1] with a sample's tokens and the one behind them, across shards."""
+        start, done = sample * self.sequence_length, 0
         i = int(np.searchsorted(self._starts, start, side="right")) - 1
         while done < len(out):
             offset = start + done - int(self._starts[i])
@@ -165,8 +128,108 @@ class Dataset:
             done += len(piece)
             i += 1
 
+    def begins(self, sample: int, first: int, length: int) -> list[int]:
+        """At which of the `length` tokens from token `first` of a sample on a document begins, relative to that."""
+        found: list[int] = []
+        start = sample * self.sequence_length + first
+        i = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while i < len(self.corpus.shards) and (base := int(self._starts[i])) < start + length:
+            ends = np.array([max(start - base, 0), start + length - base], np.uint64)
+            offsets = self._mapped(i)[1]
+            low, high = np.searchsorted(offsets[:-1], ends)
+            found += (base - start + offsets[low:high].astype(np.int64)).tolist()
+            i += 1
+        return found
+
     def _map(self, i: int) -> tuple[Ids, Ids]:
         """Tokens and offsets of a shard."""
         shard = self.corpus.shards[i]
         shard.check()
         return shard.tokens(), shard.offsets()
+
+
+class Dataset:
+    """The samples of `data`'s corpora for one run, in its order.
+
+    Raises DataError, naming path and numbers, when a corpus is missing, incomplete or cut short, was made with another
+    tokenizer than `data.tokenizer` or than the others, has a larger vocabulary than the model, or is shorter than one
+    sample.
+    """
+
+    def __init__(self, data: DataSection, sequence_length: int, seed: int, vocab_size: int) -> None:
+        self.streams = [Stream(source.path, sequence_length, vocab_size) for source in data.sources]
+        self.weights = integers([source.weight for source in data.sources])
+        self.sequence_length, self.seed = sequence_length, seed
+        self.shuffle, self.document_mask = data.shuffle, data.document_mask
+        self.epochs = None if data.repeat else data.epochs  # None: as many as are asked for
+        self.fingerprint = self.streams[0].fingerprint
+        wanted = tokenizer_sha256(data.tokenizer) if data.tokenizer else self.fingerprint
+        named = f"data.tokenizer {data.tokenizer}" if data.tokenizer else f"that of {self.streams[0].corpus.path}"
+        override = ", or leave data.tokenizer out to train on it anyway" if data.tokenizer else " with one of the two"
+        for stream in self.streams:
+            if stream.fingerprint != wanted:
+                raise DataError(
+                    f"{stream.corpus.path}: was made with a tokenizer of sha256 {stream.fingerprint[:12]}, {named} is "
+                    f"{wanted[:12]}; tokenize again{override}"
+                )
+
+    def passes(self, samples: int) -> list[dict[str, Any]]:
+        """What the first `samples` read of each corpus: {path, samples, epochs}."""
+        pairs = zip(self.streams, drawn(samples, self.weights), strict=True)
+        return [
+            {"path": str(stream.corpus.path), "samples": count, "epochs": round(count / stream.num_samples, 4)}
+            for stream, count in pairs
+        ]
+
+    def require(self, samples: int) -> None:
+        """Raises DataError when a run of `samples` = max_steps x global_batch_size would need more epochs of a corpus
+        than allowed: at its start, or before it is submitted."""
+        if self.epochs is None:
+            return
+        for stream, count in zip(self.streams, drawn(samples, self.weights), strict=True):
+            per_epoch = stream.num_samples
+            if count > self.epochs * per_epoch:
+                part = "" if len(self.streams) == 1 else f", {count:,} of them of this corpus,"
+                have = f"{self.epochs} x {per_epoch:,} = {self.epochs * per_epoch:,}"
+                raise DataError(
+                    f"{stream.corpus.path}: the run needs {samples:,} samples (max_steps x global_batch_size){part} "
+                    f"and data.epochs = {self.epochs} gives {have}, of {self.sequence_length:,} tokens each; "
+                    f"set data.epochs to {-(-count // per_epoch)} or data.repeat to true"
+                )
+
+    def locate(self, counter: int) -> Place:
+        """Of a global sample counter >= 0; sample i of a corpus begins at its token i * sequence_length."""
+        before, after = drawn(counter, self.weights), drawn(counter + 1, self.weights)
+        number = next(i for i, count in enumerate(before) if after[i] > count)
+        size = self.streams[number].num_samples
+        epoch, place = divmod(before[number], size)
+        if not self.shuffle:
+            return Place(number, epoch, place)
+        words = (self.seed, epoch, number) if number else (self.seed, epoch)
+        return Place(number, epoch, permute(place, size, b"".join(word.to_bytes(8, "little") for word in words)))
+
+    def batch(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens and labels of the samples `first` .. `first + count - 1`: int64 [count, sequence_length] each. With
+        `document_mask` labels across the end of a document are IGNORE. Raises DataError beyond the last allowed epoch,
+        when a shard cannot be read, and for an id beyond the model's."""
+        self.require(first + count)
+        windows = np.empty((count, self.sequence_length + 1), np.int64)
+        places = [self.locate(counter) for counter in range(first, first + count)]
+        for row, (number, _, sample) in enumerate(places):
+            self.streams[number].read(sample, windows[row])
+        tokens, labels = windows[:, :-1].copy(), windows[:, 1:].copy()  # of one row both would be the same memory
+        if self.document_mask:
+            for row, (number, _, sample) in enumerate(places):
+                labels[row, self.streams[number].begins(sample, 1, self.sequence_length)] = IGNORE
+        return tokens, labels
+
+    def documents(self, first: int, count: int) -> list[list[int]]:
+        """Where the documents of these samples begin, as far as they lie in them: 0 first; one without a token where
+        its neighbour does. Reads offsets, no token. Raises DataError beyond the last allowed epoch."""
+        self.require(first + count)
+        found: list[list[int]] = []
+        for counter in range(first, first + count):
+            number, _, sample = self.locate(counter)
+            begins = self.streams[number].begins(sample, 1, self.sequence_length - 1)
+            found.append([0, *(1 + place for place in begins)])
+        return found

@@ -28,6 +28,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
@@ -217,7 +218,7 @@ class DataSource(Strict):
     """One corpus of token shards."""
 
     path: Location = Field(description="folder of shards written by `pithtrain tokenize`")
-    weight: float = _key(1.0, "share of the samples; the shares sum to 1", gt=0)
+    weight: float = _key(1.0, "share of the samples that are read; the shares sum to 1", gt=0)
 
 
 class DataSection(Strict):
@@ -620,11 +621,15 @@ def _check_fp8_tokens(fp8: Fp8Section, training: TrainingSection, parallelism: P
 
 def _check_data(data: DataSection) -> Problems:
     weights = [source.weight for source in data.sources]
-    if len(weights) != 1:
-        rule = "more than one source is not implemented yet" if weights else "must hold a corpus"
-        yield Problem("data.sources", len(weights), rule, "give [{path: ...}]")
-    elif weights != [1.0]:
-        yield Problem("data.sources", weights, f"the weights sum to {weights[0]:g}, not to 1")
+    total = sum(Decimal(str(weight)) for weight in weights)  # as they are written: three tenths are 0.3
+    if not weights:
+        yield Problem("data.sources", [], "must hold a corpus", "give [{path: ...}]")
+    elif total != 1:
+        hint = "leave it out" if len(weights) == 1 else "give each corpus its share of the samples"
+        yield Problem("data.sources", weights, f"the weights sum to {total}, not to 1", hint)
+    paths = [str(source.path) for source in data.sources]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        yield Problem("data.sources", twice, "is given twice", "give it once, with the sum of the weights")
     if data.repeat and data.epochs != 1:
         rule = "has no effect with data.repeat: true, which takes as many passes as max_steps needs"
         yield Problem("data.epochs", data.epochs, rule, "give one of the two")

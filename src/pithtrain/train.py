@@ -46,7 +46,7 @@ from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.parts import Part, chunks, to_device
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir, read_lines
-from pithtrain.spec import HeldOut, LrSchedulerSection, RunSpec
+from pithtrain.spec import DataSource, HeldOut, LrSchedulerSection, RunSpec
 from pithtrain.tape import Stats, new_stats
 from pithtrain.watch import Watch
 from pithtrain.world import Place, World, all_reduce_sum, connect
@@ -141,12 +141,15 @@ def _run(job: Job) -> Outcome:
     about = _about(spec, job.run_dir, dataset)
     watch.enter("load", 0)
     position = _resume(job, engine, about)
+    total = position.samples + (training.max_steps - position.step) * training.global_batch_size
     if dataset is not None:
-        dataset.require(position.samples + (training.max_steps - position.step) * training.global_batch_size)
+        dataset.require(total)
     newest: dict[str, Any] = {}
     if job.events is not None:
         newest = job.events.rewind(position.step)
         _tell_start(job, engine, position.step)
+        if dataset is not None:
+            job.tell("data", sources=dataset.passes(total))  # over the whole run
 
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
     meter = _Meter(torch.zeros(3, device=world.device), z_L)
@@ -254,14 +257,14 @@ class _Validated:
 def _held_out(spec: RunSpec, source: HeldOut, about: dict[str, Any]) -> tuple[str, Dataset, int]:
     """A corpus of `validation`: its name, its samples in one order for all runs, and how many are read."""
     training, steps = spec.training, spec.validation.steps
-    data = spec.data.model_copy(update={"sources": (source,), "shuffle": True, "repeat": True})
+    data = spec.data.model_copy(update={"sources": (DataSource(path=source.path),), "shuffle": True, "repeat": True})
     dataset = Dataset(data, training.sequence_length, 0, spec.model.config.vocab_size)
     if about["tokenizer"] not in (None, dataset.fingerprint):
         raise DataError(
             f"{source.path}: was made with another tokenizer (sha256 {dataset.fingerprint[:12]}) than the corpus that "
             f"is trained on ({about['tokenizer'][:12]}); tokenize it again with that one"
         )
-    have, wanted = dataset.samples_per_epoch, (steps or 0) * training.global_batch_size
+    have, wanted = dataset.streams[0].num_samples, (steps or 0) * training.global_batch_size
     if wanted > have:
         raise DataError(
             f"{source.path}: holds {have:,} samples of {training.sequence_length:,} tokens, and "
