@@ -607,6 +607,39 @@ def test_a_skipped_step_loses_no_other(corpus: Path, tmp_path: Path, monkeypatch
     assert alone(spec, tmp_path) == Outcome(9, finished=True)
 
 
+@pytest.mark.parametrize("interval", [1, 4])
+def test_skipped_steps_are_told_and_too_many_in_a_row_end_the_run(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    """Steps 2, 3 and 5, where 3 in a row are allowed for; then 7 to 9. Whatever else the run does is unchanged."""
+    grad_norm, calls = Zero.grad_norm, 0
+
+    def spoiled(self: Zero, flaw: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return grad_norm(self, flaw) * (float("nan") if calls in bad else 1.0)
+
+    monkeypatch.setattr(Zero, "grad_norm", spoiled)
+    guards = {"non_finite": "skip", "max_consecutive_skips": 3}
+    spec = train_spec(corpus, training={"max_steps": 12}, guards=guards, logging={"interval": interval})
+    bad = {2, 3, 5}
+    assert alone(spec, tmp_path / "few") == Outcome(12, finished=True)
+    told = [row["message"] for row in events(tmp_path / "few", "warning")]
+    assert all("those updates were left out, as guards.non_finite = skip has it" in message for message in told)
+    steps = [re.findall(r"at step (\d+), and at (\d+) of the steps up to (\d+)", message)[0] for message in told]
+    want = [("2", "1", "2"), ("3", "1", "3"), ("5", "1", "5")] if interval == 1 else [("2", "2", "4"), ("5", "1", "8")]
+    assert steps == want
+    marker = catalog.read(catalog.folder(RunDir(tmp_path / "few").checkpoints, 12))
+    assert marker["updates"] == 12 - 3
+    if interval == 1:
+        assert [row["step"] for row in lines(tmp_path / "few") if row["grad_norm"] is None] == [2, 3, 5]
+    calls, bad = 0, {2, 3, 5, 7, 8, 9}
+    found = 9 if interval == 1 else 12
+    message = rf"up to {found}; .* step {found} is saved\. guards.max_consecutive_skips is 3: lower optimizer.lr"
+    with pytest.raises(NotFiniteError, match=message):
+        alone(spec, tmp_path / "many")
+
+
 def test_ids_beyond_the_vocabulary_are_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab"):
         alone(train_spec(corpus, model={"vocab_size": 50}), tmp_path)

@@ -301,9 +301,13 @@ class LoggingSection(Strict):
 class GuardsSection(Strict):
     """When a number goes wrong."""
 
-    non_finite: Literal["stop", "skip"] = _later("stop", "what a NaN or infinite loss or norm does")
+    non_finite: Literal["stop", "skip"] = _key(
+        "stop",
+        "what a NaN or infinite gradient norm or router does beside leaving that update out. stop: saves and ends the "
+        "run with the next line; skip: goes on and warns",
+    )
     loss_spike_sigma: float | None = _later(None, "standard deviations; null: no guard", gt=0)
-    max_consecutive_skips: Positive = _later(10, "skipped steps in a row after which the run stops")
+    max_consecutive_skips: Positive = _key(10, "with non_finite: skip, updates left out in a row that end the run too")
 
 
 class ProfilingSection(Strict):
@@ -696,6 +700,13 @@ def _check_beginning(init_from: Path | None, resume: str) -> Problems:
         yield Problem("init_from", init_from, rule, hint)
 
 
+def _check_guards(guards: GuardsSection) -> Problems:
+    most, off = guards.max_consecutive_skips, GuardsSection.model_fields["max_consecutive_skips"].default
+    if guards.non_finite == "stop" and most != off:
+        rule = "has no effect with non_finite: stop, which stops at the first"
+        yield Problem("guards.max_consecutive_skips", most, rule, f"set guards.non_finite=skip, or this to {off}")
+
+
 def _check_profiling(profiling: ProfilingSection, training: TrainingSection, slurm: SlurmSection) -> Problems:
     at, first, last, ranks = "profiling", profiling.start_step, profiling.end_step, profiling.ranks
     if not profiling.on:
@@ -808,7 +819,14 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype, _check_moments, _check_lr
     checks += _check_moe, _check_transport, _check_balance, _check_forced, _check_fp8, _check_fp8_tokens, _check_data
-    checks += _check_validation, _check_checkpoint, _check_beginning, _check_host_memory, _check_profiling
+    checks += (
+        _check_validation,
+        _check_checkpoint,
+        _check_beginning,
+        _check_host_memory,
+        _check_profiling,
+        _check_guards,
+    )
     checks += _check_words, _check_slurm
     for check in checks:
         needed = inspect.signature(check).parameters

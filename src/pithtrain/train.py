@@ -152,7 +152,7 @@ def _run(job: Job) -> Outcome:
             job.tell("data", sources=dataset.passes(total))  # over the whole run
 
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
-    meter = _Meter(torch.zeros(3, device=world.device), z_L)
+    meter = _Meter(torch.zeros(5, device=world.device), z_L)
     keys = spec.checkpoint
     saver = Saver(
         *(job.run_dir.checkpoints, engine.zero, world, about),
@@ -202,14 +202,10 @@ def _run(job: Job) -> Outcome:
         log_due = last or step % spec.logging.interval == 0
         save_due = last or requested or (spec.checkpoint.interval is not None and step % spec.checkpoint.interval == 0)
         if log_due or save_due:
-            count, first, empty = meter.skips.tolist()
-            if empty:
-                told = f"no token had a label in {empty:.0f} of the steps up to {step}: those updates were left out"
-                job.warn(told)
-            meter.skips[2] = 0
+            fatal = _guard(job, meter, step)
             saves.step_s = (time.perf_counter() - meter.since) / meter.steps
             validated = None
-            if validation.due(step) and not stop and not count:
+            if validation.due(step) and not stop and fatal is None:
                 validated = validation.run(step)
                 meter.since += validated.seconds
                 if validated.stop:  # the next attempt validates
@@ -217,19 +213,12 @@ def _run(job: Job) -> Outcome:
                     save_due = last = True
                     if profile is not None:
                         meter.since += profile.end(step, last)
-            if log_due or count:
+            if log_due or fatal is not None:
                 _log(job, meter, position, lr, result, validated)
                 meter.restart()
-            if count:
+            if fatal is not None:
                 saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
-                forced = spec.moe.force_load_balance
-                kept, then = (NOTHING_SAVED, "start again") if forced else (f"step {step} is saved", "resume")
-                raise NotFiniteError(
-                    f"the gradient norm was not finite at step {first:.0f}{_first_bad_router(meter.z_L, world)}, and "
-                    f"at {count:.0f} of the steps up to {step}; those updates were left out and {kept}. "
-                    f"guards.non_finite is {spec.guards.non_finite!r}: lower optimizer.lr or look at the data of that "
-                    f"step, then {then}"
-                )
+                raise fatal
         if save_due:
             saves.save(position, bool(requested), bool(last))
         elif saver.in_flight and not writing:  # on every rank
@@ -610,9 +599,9 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
 
 @dataclass
 class _Meter:
-    """What adds up: clocks between two log lines, on the host; skipped steps since the start, on the device: how many,
-    and which was the first, with the z of its routers on this rank; and steps without a label since the last line.
-    `attention_flops`: per token, of each step, on rank 0."""
+    """What adds up between two lines: clocks, on the host, and `skips`, on the device: how many updates were left out,
+    the first such step, with the z of its routers on this rank, and the steps without a label; then, over the lines,
+    how many updates in a row up to now, and at most. `attention_flops`: per token, of each step, on rank 0."""
 
     skips: Tensor
     z_L: Tensor
@@ -632,10 +621,37 @@ class _Meter:
 
     def stepped(self, step: int, result: StepResult) -> None:
         self.steps += 1
-        count, first, empty = self.skips
+        count, first, empty, row, longest = self.skips
         is_first = (result.skipped > 0) & (count == 0)
-        self.skips = torch.stack((count + result.skipped, torch.where(is_first, step, first), empty + result.empty))
+        row = (row + result.skipped) * result.skipped
+        since = count + result.skipped, torch.where(is_first, step, first), empty + result.empty
+        self.skips = torch.stack((*since, row, torch.maximum(row, longest)))
         self.z_L = torch.where(is_first, result.stats.z_L, self.z_L)
+
+
+def _guard(job: Job, meter: _Meter, step: int) -> NotFiniteError | None:
+    """What was left out since the last look, told; and, where `guards` do not let it pass, the error that ends the run
+    once the state is saved. Waits for the device; a collective of all ranks where an update was left out."""
+    spec, world = job.spec, job.world
+    count, first, empty, _, longest = meter.skips.tolist()
+    meter.skips[:3] = 0
+    if empty:
+        job.warn(f"no token had a label in {empty:.0f} of the steps up to {step}: those updates were left out")
+    if not count:
+        return None
+    told = (
+        f"the gradient norm was not finite at step {first:.0f}{_first_bad_router(meter.z_L, world)}, and "
+        f"at {count:.0f} of the steps up to {step}; those updates were left out"
+    )
+    most = spec.guards.max_consecutive_skips
+    if spec.guards.non_finite == "skip" and longest < most:
+        job.warn(f"{told}, as guards.non_finite = skip has it")
+        return None
+    forced = spec.moe.force_load_balance
+    kept, then = (NOTHING_SAVED, "start again") if forced else (f"step {step} is saved", "resume")
+    rule = "non_finite is 'stop'" if spec.guards.non_finite == "stop" else f"max_consecutive_skips is {most}"
+    advice = f"lower optimizer.lr or look at the data of that step, then {then}"
+    return NotFiniteError(f"{told} and {kept}. guards.{rule}: {advice}")
 
 
 def _first_bad_router(z_L: Tensor, world: World) -> str:
