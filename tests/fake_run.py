@@ -5,15 +5,24 @@ for it, and the marker of its end is written for it. No torch is imported, so a 
 second.
 """
 
+import atexit
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
 from pithtrain import rundir
+from pithtrain.corpus import EOS, write_corpus
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -39,7 +48,7 @@ model:
   initializer_range: 0.02
 training: {{max_steps: 4, global_batch_size: 8, micro_batch_size: 1, sequence_length: 16, device: cpu}}
 optimizer: {{lr: 1e-3}}
-data: {{sources: [{{path: {output_dir}/none}}]}}
+data: {{sources: [{{path: {corpus}}}], repeat: true}}
 slurm: {{gpus_per_node: {ranks}, cpus_per_task: 1}}
 """
 
@@ -100,8 +109,22 @@ def run(spec, run_dir, place, watch):
 
 def spec_file(folder: Path, name: str = "fake", ranks: int = 2) -> Path:
     path = folder / f"{name}.yaml"
-    path.write_text(SPEC.format(name=name, output_dir=folder / "runs", ranks=ranks))
+    path.write_text(SPEC.format(name=name, output_dir=folder / "runs", ranks=ranks, corpus=some_corpus()))
     return path
+
+
+@functools.cache
+def some_corpus() -> Path:
+    """A corpus that nobody trains on; `submit` looks whether there is one."""
+    folder = Path(tempfile.mkdtemp(prefix="corpus-"))
+    atexit.register(shutil.rmtree, folder)
+    words = {f"w{i}": i for i in range(2, 100)}
+    tokenizer = Tokenizer(WordLevel({EOS: 0, "<unk>": 1, **words}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_corpus([" ".join(words)] * 10, folder / "tokens", folder / "tokenizer.json")
+    return folder / "tokens"
 
 
 def make_run(

@@ -107,7 +107,8 @@ def test_an_existing_run_is_refused(tmp_path: Path) -> None:
 def test_train_fails_with_one_readable_cause(tmp_path: Path) -> None:
     """The real engine on a corpus that is not there: cause on screen and in the run directory, nothing left behind."""
     began = time.monotonic()
-    done = pithtrain("train", spec_file(tmp_path), "--run-dir", "here", cwd=tmp_path)
+    missing = ["--set", "data.sources=[{path: none}]"]
+    done = pithtrain("train", spec_file(tmp_path), "--run-dir", "here", *missing, cwd=tmp_path)
     assert time.monotonic() - began < 30
     assert done.returncode == 2
     assert done.stderr.count("there is no corpus here") == 1
@@ -128,8 +129,7 @@ def test_resume_runs_in_the_foreground_what_train_made(tmp_path: Path) -> None:
     done = pithtrain("resume", "fake", "--set", "training.max_steps=6", cwd=tmp_path)
     assert "changed: training.max_steps: 4 -> 6" in done.stdout
     assert "changed: code/pithtrain/train.py" in done.stdout
-    assert done.returncode == 2
-    assert "there is no corpus here" in done.stderr  # the installed engine ran
+    assert done.returncode == 0 and len(rundir.read_lines(run.metrics)) == 6  # the installed engine ran
     assert load(run.spec_yaml).training.max_steps == 6
     assert (run.path / "code-before-1" / "pithtrain" / "train.py").exists()
     assert load(run.attempt_spec(2)).training.max_steps == 6

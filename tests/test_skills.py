@@ -28,6 +28,7 @@ from fake_run import (
     WORLD,
     is_waiting,
     make_run,
+    some_corpus,
     spec_file,
     start_workers,
     wait_for,
@@ -408,7 +409,7 @@ def real_config(tmp_path: Path) -> Path:
     documents = [np.random.default_rng(5).integers(10, 512, 400).tolist() for _ in range(4)]
     tokens = make(tmp_path / "corpus", documents, 512) / "tokens"
     config = spec_file(tmp_path, ranks=1)
-    text = config.read_text().replace(f"{tmp_path / 'runs'}/none", str(tokens))
+    text = config.read_text().replace(str(some_corpus()), str(tokens))
     config.write_text(text.replace("global_batch_size: 8", "global_batch_size: 2"))
     return config
 

@@ -16,11 +16,10 @@ import pytest
 import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
 from fake_slurm import queue_row
-from pithtrain import corpus, jobs, rundir, slurm, submit
-from pithtrain.errors import RunFailed, SlurmError, SpecError, StoppedEarly
+from pithtrain import jobs, rundir, slurm, submit
+from pithtrain.errors import DataError, RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
-from stdlib import train_tokenizer
 
 FAILS_ON_ONE = """
 def run(spec, run_dir, place, watch):
@@ -512,9 +511,6 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_case_015_two_runs_at_the_same_moment_are_separate_worlds(tmp_path: Path) -> None:
     """The real engine, twice two processes, three times over: both finish with equal losses."""
-    texts = [f"{number} plus {number} is {2 * number}. " * 20 for number in range(60)]
-    train_tokenizer(iter(texts), 512, tmp_path / "tokenizer.json")
-    corpus.write_corpus(iter(texts), tmp_path / "runs" / "none", tmp_path / "tokenizer.json")
     for turn in range(3):
         names = [f"left-{turn}", f"right-{turn}"]
         tasks = [
@@ -531,9 +527,25 @@ def test_case_015_two_runs_at_the_same_moment_are_separate_worlds(tmp_path: Path
         assert len(left) == 4
 
 
+def test_a_corpus_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    """Not after hours in a queue; where the ranks may see what this machine does not, `--force` makes it a note."""
+    missing = ["data.sources=[{path: gone}]"]
+    with pytest.raises(DataError, match=r"gone: there is no corpus here.*\n  where the ranks .*--force"):
+        submit.check(load(spec_file(tmp_path), missing), "local")
+    [note] = submit.check(load(spec_file(tmp_path), missing), "local", force=True)
+    assert "gone: there is no corpus here" in note
+    long = load(spec_file(tmp_path), ["data.repeat=false", "training.max_steps=100"])
+    with pytest.raises(DataError, match="the run needs 800 samples"):
+        submit.check(long, "local")
+    assert submit.check(long, "local", resumed=True) == []  # at the checkpoint's position, which the ranks know
+    held_out = ["validation.interval=1", "validation.sources=[{path: gone}]"]
+    with pytest.raises(DataError, match="gone: there is no corpus here"):
+        submit.check(load(spec_file(tmp_path), held_out), "local")
+
+
 def test_case_017_code_edited_after_submission_does_not_run(tmp_path: Path) -> None:
     """The installed package would fail here (there is no corpus); the snapshot is what runs."""
-    run, spec = make_run(tmp_path, FINISHES)
+    run, spec = make_run(tmp_path, FINISHES, overrides=["data.sources=[{path: none}]"])
     submit.foreground(run, spec)
     assert (
         str(run.code)

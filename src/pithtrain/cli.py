@@ -87,14 +87,14 @@ def plan(config: Config, overrides: Set = None, as_json: Json = False) -> None:
 
 
 def _document_length(spec: RunSpec) -> float | None:
-    """Mean tokens of the corpus's documents; None where they are not kept apart or the corpus is not here."""
+    """Mean tokens of a document; None where they are not kept apart or a corpus is not here."""
     from pithtrain.corpus import open_corpus
 
     if not spec.data.document_mask:
         return None
     with contextlib.suppress(DataError):
-        corpus = open_corpus(spec.data.sources[0].path)
-        return corpus.num_tokens / corpus.num_documents
+        found = [(source.weight, open_corpus(source.path)) for source in spec.data.sources]
+        return 1 / sum(weight * corpus.num_documents / corpus.num_tokens for weight, corpus in found)
     return None
 
 

@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from pithtrain.corpus import Ids, open_corpus, tokenizer_sha256
 from pithtrain.errors import DataError
-from pithtrain.spec import DataSection
+from pithtrain.spec import DataSection, DataSource, RunSpec
 
 ROUNDS = 8  # 4 make a Feistel network look random, more help when its halves are of few bits
 MAPPED_SHARDS = 64  # each holds two file descriptors, of which a process may have as few as 256
@@ -233,3 +233,49 @@ class Dataset:
             begins = self.streams[number].begins(sample, 1, self.sequence_length - 1)
             found.append([0, *(1 + place for place in begins)])
         return found
+
+
+class HeldOut(NamedTuple):
+    """A corpus of `validation`: the name of its loss, its samples in one order for all runs, how many are read."""
+
+    name: str
+    dataset: Dataset
+    samples: int
+
+
+def open_dataset(spec: RunSpec) -> Dataset:
+    """What a run trains on. Raises DataError."""
+    training = spec.training
+    return Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
+
+
+def held_out(spec: RunSpec, fingerprint: str | None) -> list[HeldOut]:
+    """What a run validates on. `fingerprint`: that of what it trains on, where this is known. Raises DataError, also
+    where a corpus was made with another tokenizer or holds fewer samples than are to be read."""
+    training, steps, found = spec.training, spec.validation.steps, list[HeldOut]()
+    for source in spec.validation.sources:
+        alone = {"sources": (DataSource(path=source.path),), "shuffle": True, "repeat": True}
+        data = spec.data.model_copy(update=alone)
+        dataset = Dataset(data, training.sequence_length, 0, spec.model.config.vocab_size)
+        if fingerprint not in (None, dataset.fingerprint):
+            raise DataError(
+                f"{source.path}: was made with another tokenizer (sha256 {dataset.fingerprint[:12]}) than the corpus "
+                f"that is trained on ({fingerprint[:12]}); tokenize it again with that one"
+            )
+        have, wanted = dataset.streams[0].num_samples, (steps or 0) * training.global_batch_size
+        if wanted > have:
+            raise DataError(
+                f"{source.path}: holds {have:,} samples of {training.sequence_length:,} tokens, and validation.steps "
+                f"{steps} x global_batch_size {training.global_batch_size} wants {wanted:,}; leave steps out to read "
+                "it whole"
+            )
+        found.append(HeldOut(source.label, dataset, wanted or have))
+    return found
+
+
+def check(spec: RunSpec, resumed: bool) -> None:
+    """What a run would find out when it starts. Raises DataError."""
+    dataset = open_dataset(spec)
+    if not resumed:  # else its position is the checkpoint's
+        dataset.require(spec.training.max_steps * spec.training.global_batch_size)
+    held_out(spec, dataset.fingerprint)

@@ -236,7 +236,7 @@ class DataSection(Strict):
     repeat: bool = _key(False, "as many passes as max_steps needs, instead of epochs")
 
 
-class HeldOut(Strict):
+class HeldOutSource(Strict):
     """One corpus that is not trained on."""
 
     path: Location = Field(description="folder of shards written by `pithtrain tokenize` with the training's tokenizer")
@@ -258,7 +258,7 @@ class ValidationSection(Strict):
     steps: Positive | None = _key(
         None, "global batches that one validation reads of each corpus, drawn from all of it; null: each sample once"
     )
-    sources: tuple[HeldOut, ...] = _key((), "corpora, each with a loss of its own", strict=False)
+    sources: tuple[HeldOutSource, ...] = _key((), "corpora, each with a loss of its own", strict=False)
 
 
 class CheckpointSection(Strict):

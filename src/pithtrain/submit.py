@@ -30,8 +30,8 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from typing import Any, Literal
 
-from pithtrain import catalog, jobs, rundir, slurm, watch, worker
-from pithtrain.errors import Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, show
+from pithtrain import catalog, data, jobs, rundir, slurm, watch, worker
+from pithtrain.errors import DataError, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, show
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -134,10 +134,21 @@ def render(spec: RunSpec, run: RunDir, attempt: int = 1, token: str = "TOKEN") -
     return make(command=command, folder=run.slurm, **parameters(spec, run, attempt, token))
 
 
-def check(spec: RunSpec, by: Launcher, force: bool = False) -> list[str]:
+def check(spec: RunSpec, by: Launcher, force: bool = False, resumed: bool = False) -> list[str]:
     """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start. Raises
     SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script. `force`:
-    what we would refuse is a note, and Slurm decides."""
+    what we would refuse is a note, and Slurm and the ranks decide."""
+    unfound: list[str] = []
+    try:
+        data.check(spec, resumed)
+    except DataError as error:
+        if not force:
+            raise DataError(f"{error}\n  where the ranks see other files than this machine: --force") from None
+        unfound = [str(error)]
+    return unfound + _check_place(spec, by, force)
+
+
+def _check_place(spec: RunSpec, by: Launcher, force: bool) -> list[str]:
     if by == "slurm":
         cluster = slurm.cluster_facts(spec)
         notes = _possible(spec, cluster, force)
@@ -265,7 +276,7 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher, force: boo
             f"{run.name} is done at step {done_at} = training.max_steps\n"
             f"  go on:  pithtrain resume {run.path} --set training.max_steps={2 * done_at}"
         )
-    return [*check(spec, by, force), *_renew(run, before, spec)]
+    return [*check(spec, by, force, resumed=True), *_renew(run, before, spec)]
 
 
 def _possible(spec: RunSpec, cluster: slurm.Cluster, force: bool) -> list[str]:

@@ -37,8 +37,8 @@ from pithtrain import catalog, checkpoint, convert, preflight
 from pithtrain.build import Engine, build, device_type
 from pithtrain.catalog import Marker
 from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
-from pithtrain.data import Dataset
-from pithtrain.errors import CapacityError, CheckpointError, DataError, NotFiniteError, RunFailed
+from pithtrain.data import Dataset, HeldOut, held_out, open_dataset
+from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
 from pithtrain.events import Events, Metrics, layer_load
 from pithtrain.models.contract import active_parameters, causal_keys
 from pithtrain.ops.cross_entropy import IGNORE
@@ -46,7 +46,7 @@ from pithtrain.ops.linear import accumulate_dtype
 from pithtrain.ops.parts import Part, chunks, to_device
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir, read_lines
-from pithtrain.spec import DataSource, HeldOut, LrSchedulerSection, RunSpec
+from pithtrain.spec import LrSchedulerSection, RunSpec
 from pithtrain.tape import Stats, new_stats
 from pithtrain.watch import Watch
 from pithtrain.world import Place, World, all_reduce_sum, connect
@@ -135,7 +135,7 @@ def _run(job: Job) -> Outcome:
             job.tell(kind, **fields)
     dataset = None
     if world.pp == 0 or spec.data.document_mask:  # has the embedding and the loss; documents are every rank's
-        dataset = Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
+        dataset = open_dataset(spec)
     watch.enter("init", 0)
     engine = build(spec, world)
     about = _about(spec, job.run_dir, dataset)
@@ -161,7 +161,7 @@ def _run(job: Job) -> Outcome:
         keep_interval=keys.keep_interval,
     )
     saves = _Saves(job, engine, saver, meter, position.step)
-    validation = _Validation(job, engine, [_held_out(spec, each, about) for each in spec.validation.sources])
+    validation = _Validation(job, engine, held_out(spec, about["tokenizer"]))
     # a stop came before the validation of the step that was saved
     if validation.due(position.step) and world.from_rank_zero(newest.get("validation_s", 0) is None):
         late = validation.run(position.step)
@@ -243,33 +243,13 @@ class _Validated:
     stop: int = 0
 
 
-def _held_out(spec: RunSpec, source: HeldOut, about: dict[str, Any]) -> tuple[str, Dataset, int]:
-    """A corpus of `validation`: its name, its samples in one order for all runs, and how many are read."""
-    training, steps = spec.training, spec.validation.steps
-    data = spec.data.model_copy(update={"sources": (DataSource(path=source.path),), "shuffle": True, "repeat": True})
-    dataset = Dataset(data, training.sequence_length, 0, spec.model.config.vocab_size)
-    if about["tokenizer"] not in (None, dataset.fingerprint):
-        raise DataError(
-            f"{source.path}: was made with another tokenizer (sha256 {dataset.fingerprint[:12]}) than the corpus that "
-            f"is trained on ({about['tokenizer'][:12]}); tokenize it again with that one"
-        )
-    have, wanted = dataset.streams[0].num_samples, (steps or 0) * training.global_batch_size
-    if wanted > have:
-        raise DataError(
-            f"{source.path}: holds {have:,} samples of {training.sequence_length:,} tokens, and "
-            f"validation.steps {steps} x global_batch_size {training.global_batch_size} wants {wanted:,}; "
-            "leave steps out to read it whole"
-        )
-    return source.label, dataset, wanted or have
-
-
 @dataclass(frozen=True)
 class _Validation:
-    """The loss on held-out text. `corpora`: (name, samples in their order, how many are read)."""
+    """The loss on held-out text."""
 
     job: Job
     engine: Engine
-    corpora: list[tuple[str, Dataset, int]]
+    corpora: list[HeldOut]
 
     def due(self, step: int) -> bool:
         spec = self.job.spec
@@ -283,18 +263,18 @@ class _Validation:
         spec, world, engine = self.job.spec, self.job.world, self.engine
         config, batch, dtype = spec.model.config, spec.training.global_batch_size, accumulate_dtype(engine.dtype)
         begin, losses = time.perf_counter(), dict[str, float]()
-        for name, dataset, samples in self.corpora:
+        for corpus in self.corpora:
             told = torch.zeros(2, dtype=torch.float64, device=world.device)  # summed loss, tokens
-            for first in range(0, samples, batch):
+            for first in range(0, corpus.samples, batch):
                 self.job.watch.enter("validation", step)
                 if stop := world.max(self.job.watch.should_stop())()[0]:
                     return _Validated({}, time.perf_counter() - begin, stop)
-                batches = read_batches(dataset, spec, world, first, samples)
+                batches = read_batches(corpus.dataset, spec, world, first, corpus.samples)
                 stats = new_stats(config.num_hidden_layers, config.num_experts, world.device, dtype)
                 engine.pipeline.evaluate(batches, torch.ones((), dtype=dtype, device=world.device), stats)
                 told += torch.stack((stats.loss.double(), _valid_tokens(batches, world)))
             total, tokens = world.sum(told).tolist()
-            losses[name] = total / tokens if tokens else math.nan
+            losses[corpus.name] = total / tokens if tokens else math.nan
         return _Validated(losses, time.perf_counter() - begin)
 
 
