@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN ?=
 CONFIG ?= configs/tiny.yaml
+DEMO := data/stdlib/tokenizer.json data/stdlib/tokens/corpus.json data/stdlib/held-out/corpus.json
 SETS := $(foreach pair,$(SET),--set '$(pair)')  # values without blanks; else call pithtrain itself
 GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 
@@ -13,14 +14,14 @@ GRIDS := $(foreach axis,$(GRID),--grid '$(axis)')
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/ready data/stdlib/held-out/corpus.json ## .venv with the package and its development needs; the demo's corpus
+setup: .venv/ready $(DEMO) ## .venv with the package and its development needs; the demo's corpus
 
 .venv/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-data/stdlib/held-out/corpus.json: | .venv/ready
+$(DEMO): | .venv/ready
 	$(BIN)/python demo/stdlib.py data/stdlib
 
 demo: setup ## tokenise, submit configs/tiny.yaml, wait, show the loss falling (a few minutes on two cores)

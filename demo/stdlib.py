@@ -21,6 +21,7 @@ from tokenizers import ByteLevelBPETokenizer
 from pithtrain.corpus import EOS, Report, open_corpus, tokenizer_sha256, write_corpus, written_aside
 from pithtrain.errors import DataError
 
+PARTS = ("tokenizer.json", "tokens", "held-out")
 HELD_OUT = 20  # one document of so many is not trained on
 
 
@@ -57,7 +58,7 @@ def build(output: Path, vocab_size: int = 4096) -> Report | None:
             return None
     damaged = output.exists()
     try:
-        with written_aside(output, overwrite=damaged) as aside:
+        with written_aside(output, damaged, PARTS) as aside:
             texts, tokenizer = list(documents()), aside / "tokenizer.json"
             train_tokenizer(texts, vocab_size, tokenizer)
             write_corpus(texts[::HELD_OUT], aside / "held-out", tokenizer)

@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pithtrain.batches import read_batches
 from pithtrain.build import Engine, build, device_type
 from pithtrain.models.contract import ModelConfig, load_config
 from pithtrain.ops import symmetric
@@ -35,7 +36,7 @@ from pithtrain.ops.symmetric import Peers
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict, read_model
 from pithtrain.tape import Stats, new_stats
-from pithtrain.train import loss_scale, read_batches, train_step
+from pithtrain.train import loss_scale, train_step
 from pithtrain.world import Place, World, connect
 
 MODEL = {
@@ -142,7 +143,7 @@ def documents_of(spec: RunSpec, sample: int) -> list[int]:
 
 
 def batches_of(spec: RunSpec, engine: Engine, step: int) -> list[MicroBatch]:
-    """This rank's micro-batches of a step (from 0), numbered as `train.read_batches` does."""
+    """This rank's micro-batches of a step (from 0), numbered as `batches.read_batches` does."""
     if engine.world.pp and not spec.data.document_mask:
         return []
     return read_batches(cast(Any, Synthetic(spec)), spec, engine.world, step * spec.training.global_batch_size)

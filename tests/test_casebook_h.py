@@ -11,12 +11,13 @@ import torch
 
 from harness import Pool, Shards, assemble, distance, first_gradients, make_spec, shards, synthetic
 from pithtrain import catalog, checkpoint, rundir, tape, train
+from pithtrain.batches import read_batches
 from pithtrain.build import Engine, build
 from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, from_dict
-from pithtrain.train import read_batches, train_step
+from pithtrain.train import train_step
 from pithtrain.watch import Watch
 from pithtrain.world import Place, connect
 

@@ -52,7 +52,7 @@ def test_the_keys_of_a_line_are_those_of_the_contract_in_order() -> None:
     row = metrics(1).flat()
     assert list(row) == KEYS
     assert row["mfu"] is None
-    assert [field.name for field in dataclasses.fields(Metrics)] == [*KEYS, "val_loss", "expert_load"]
+    assert [field.name for field in dataclasses.fields(Metrics)] == [*KEYS, "expert_load"]
 
 
 def test_a_number_that_is_not_finite_is_null_since_json_has_none() -> None:

@@ -1,28 +1,35 @@
 """Held-out text: its loss is that of training's forward, the same on every mesh, and looking at it changes nothing."""
 
+import errno
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from harness import ALONE, MODEL, Alive, Pool, batches_of, make_spec, play, single
 from pithtrain import catalog, checkpoint, rundir
+from pithtrain.batches import read_batches
 from pithtrain.build import build, device_type
 from pithtrain.data import Dataset
 from pithtrain.errors import DataError
+from pithtrain.events import Events
+from pithtrain.ops import fp8
 from pithtrain.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_loss
 from pithtrain.ops.linear import Weight
+from pithtrain.pipeline import Pipeline
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, from_dict
 from pithtrain.tape import new_stats
-from pithtrain.train import Outcome, loss_scale, read_batches, run
+from pithtrain.train import Outcome, loss_scale, run
 from pithtrain.watch import Watch
 from pithtrain.world import Place, connect
 from test_data import make
-from test_train import alone, events, lines, make_run, numbers, stop_job, train
+from test_train import StopsAt, alone, events, lines, make_run, numbers, stop_job, train
 
 SAMPLES = 11  # of the odd corpus: no number of ranks or micro-batches divides them
 
@@ -138,8 +145,6 @@ def test_a_run_that_validates_is_bitwise_the_one_that_does_not(corpora: dict[str
         assert [*found] == [2, 4, 5] and all(0 < loss < 2 * math.log(96) for loss in found.values())
     assert [row["validation_s"] is not None for row in lines(tmp_path / "with")] == [False, True, False, True, True]
     assert all(row["validation_s"] is None for row in lines(tmp_path / "without"))
-    first, second = lines(tmp_path / "with")[1], lines(tmp_path / "with")[2]
-    assert first["step_time_s"] < second["step_time_s"] + first["validation_s"], "the rate is that of steps"
 
 
 def test_it_is_the_mean_over_every_held_out_token(corpora: dict[str, Path], tmp_path: Path) -> None:
@@ -158,6 +163,26 @@ def test_it_is_the_mean_over_every_held_out_token(corpora: dict[str, Path], tmp_
         data = Dataset(whole.data, 16, whole.training.seed, 96)
         loss = play(engine, whole, read_batches(data, whole, world, 0)).loss.item()
     assert val_loss(tmp_path)[2] == pytest.approx(loss, rel=1e-6)
+
+
+def test_its_time_is_no_time_of_a_step(
+    corpora: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the line of its own step nor the next one's: the clock goes 1000 s ahead in each."""
+    real, ahead = time.perf_counter, 0.0
+
+    def evaluate(*_: Any) -> None:
+        nonlocal ahead
+        ahead += 1000
+
+    monkeypatch.setattr(Pipeline, "evaluate", evaluate)
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + ahead)
+    alone(spec_of(corpora), tmp_path)
+    assert [row["validation_s"] and round(row["validation_s"], -3) for row in lines(tmp_path)] == [
+        *(None, 2000, None, 2000, 2000)
+    ]
+    assert all(0 < row["step_time_s"] < 500 for row in lines(tmp_path))
+    assert [*val_loss(tmp_path).values()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +261,117 @@ def test_case_159_a_stop_is_heard_in_a_validation(pool: Pool, corpora: dict[str,
     train(pool, spec, tmp_path / "stopped")
     train(pool, spec, tmp_path / "straight")
     assert val_loss(tmp_path / "stopped") == val_loss(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("asked", [5, 5 + 4 + 1])
+def test_the_last_validation_is_owed_until_it_is_made(
+    pool: Pool, corpora: dict[str, Path], tmp_path: Path, asked: int
+) -> None:
+    """A stop at the last step, or in its validation: all is trained and saved, and the run is not done without it."""
+    spec = spec_of(corpora, training={"max_steps": 5}, checkpoint={"export_hf": "final"})
+    stop_after = asked if asked > 5 else 5 + 4  # asked twice in each of two validations before
+    assert train(pool, spec, tmp_path, stop_after=stop_after) == Outcome(5, finished=False)
+    assert [*val_loss(tmp_path)] == [2, 4] and not RunDir(tmp_path).done.exists()
+    assert train(pool, spec, tmp_path, stop_after=1) == Outcome(5, finished=False), "asked in the first batch of it"
+    assert not RunDir(tmp_path).hf.exists()
+    assert train(pool, spec, tmp_path) == Outcome(5, finished=True)
+    assert [*val_loss(tmp_path)] == [2, 4, 5] and [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4, 5]
+    assert RunDir(tmp_path).done.exists() and RunDir(tmp_path).hf.exists()
+
+
+def test_a_late_validation_compiles_within_the_limit_of_a_first_step(
+    pool: Pool, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = spec_of(corpora)
+    train(pool, spec, tmp_path, stop_after=4 + 2)
+    phases: list[tuple[str, int]] = []
+
+    class Seen(Watch):
+        def enter(self, phase: Any, step: int) -> None:
+            super().enter(phase, step)
+            phases.append((phase, step))
+
+    run(spec, RunDir(tmp_path), ALONE, Seen(RunDir(tmp_path), 2, 0))
+    assert [entry for entry in phases if entry[0] in ("first_step", "validation")] == [
+        *[("first_step", 4)] * 3,  # two batches, and the step
+        *[("validation", 5)] * 2,
+    ]
+
+
+@pytest.mark.parametrize("interval", [None, 2])
+def test_the_state_is_saved_before_it_is_validated(
+    corpora: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int | None
+) -> None:
+    """So what goes wrong in a validation costs none of it; and a stop in one saves where no save was due."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Pipeline, "evaluate", fails)
+    spec = spec_of(corpora, checkpoint={"interval": 2}, training={"max_steps": 4})
+    with pytest.raises(RuntimeError, match="no memory"):
+        alone(spec, tmp_path / "fails")
+    assert [path.name for path in RunDir(tmp_path / "fails").checkpoints.iterdir()] == ["step-00000002"]
+    spec = spec_of(corpora, checkpoint={"interval": interval, "async_save": True}, training={"max_steps": 4})
+    stop_at = StopsAt(RunDir(make_run(tmp_path / "stops").path), ALONE, "validation")
+    assert run(spec, RunDir(tmp_path / "stops"), ALONE, stop_at) == Outcome(2, finished=False)
+    assert [path.name for path in RunDir(tmp_path / "stops").checkpoints.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.slow
+def test_a_stop_in_a_validation_closes_an_open_window(corpora: dict[str, Path], tmp_path: Path) -> None:
+    spec = spec_of(corpora, profiling={"torch": True, "start_step": 2, "end_step": 4})
+    run_dir = make_run(tmp_path)
+    assert run(spec, run_dir, ALONE, StopsAt(run_dir, ALONE, "validation")) == Outcome(2, finished=False)
+    assert run_dir.trace(1, 0).exists() and len(events(tmp_path, "profiled")) == 1
+    run(spec, run_dir, ALONE, Watch(run_dir, 2, 0))
+    assert len(events(tmp_path, "profiled")) == 2
+
+
+def test_figures_that_are_not_finite_and_a_full_disk_end_nothing(
+    corpora: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Events._rewrite
+
+    def full(self: Events, rows: Any) -> None:
+        if rows[-1]["step"] == 4:
+            raise OSError(errno.ENOSPC, "full")
+        written(self, rows)
+
+    monkeypatch.setattr(Events, "_rewrite", full)
+    monkeypatch.setattr(Pipeline, "evaluate", lambda self, batches, one, stats: stats.loss.fill_(math.nan))
+    assert alone(spec_of(corpora), tmp_path).finished
+    assert val_loss(tmp_path) == {2: None, 5: None} and [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in events(tmp_path, "validated")] == [2, 4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("sections", [{"compile": {"enabled": True}}, {"fp8": {"enabled": True, "recipe": "rowwise"}}])
+def test_compiled_and_in_8_bits(corpora: dict[str, Path], tmp_path: Path, sections: Any, traced: None) -> None:
+    """With no graph that training has not, and weights that are quantised no more often."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    counts: list[tuple[int, int]] = []
+    for interval in (None, 1):
+        named = {"interval": interval, "sources": [] if interval is None else [{"path": str(corpora["odd"])}]}
+        torch._dynamo.reset()
+        counters.clear()
+        quantised = 0
+        real = fp8.quantize_weight
+
+        def counted(*arguments: Any, real: Any = real) -> Any:
+            nonlocal quantised
+            quantised += 1
+            return real(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp8, "quantize_weight", counted)
+            spec = spec_of(corpora, model=wide, validation=named, training={"max_steps": 2}, **sections)
+            alone(spec, tmp_path / str(interval))
+        counts.append((counters["stats"]["unique_graphs"], quantised))
+    extra = counts[1][1] - counts[0][1]  # of the weights after the last update, which only a validation reads
+    assert counts[0][0] == counts[1][0] and (counts[0][1] == extra == 0 or extra == counts[0][1] // 2)
+    assert numbers(tmp_path / "None") == numbers(tmp_path / "1")
 
 
 def test_corpora_that_cannot_be_held_out_are_refused_before_the_first_step(

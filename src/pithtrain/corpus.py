@@ -316,13 +316,14 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def written_aside(place: Path, overwrite: bool) -> Generator[Path]:
+def written_aside(place: Path, overwrite: bool, parts: Sequence[str] = ()) -> Generator[Path]:
     """A hidden directory beside `place` to fill, which becomes `place` by a rename; after an error nothing is left.
-    Raises DataError when `place` exists and may not be overwritten, or when that would remove a file no corpus has."""
+    Raises DataError when `place` exists and may not be overwritten, or when that would remove a file that no corpus has
+    and `parts` does not name."""
     if place.exists() and not overwrite:
         raise DataError(f"{place}: exists already; name another output or allow it to be overwritten (--overwrite)")
     for file in place.iterdir() if place.is_dir() else [place] if place.exists() else []:
-        if file.name not in (MANIFEST, "tokenizer.json", "tokens", "held-out") and file.suffix != ".tokens":
+        if file.name not in (MANIFEST, *parts) and (file.suffix != ".tokens" or file.is_dir()):
             raise DataError(f"{file} is no part of a corpus, and overwriting would remove it; name another output")
     new, old = (place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial") for _ in range(2))
     new.mkdir(parents=True)

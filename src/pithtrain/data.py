@@ -9,12 +9,12 @@ the first token of another text; `documents` says where they begin, from the rec
 cuts begins anew in the next one. Without the mask a window is one stream and every label counts.
 
 A run reads samples by a global counter 0, 1, 2, ... Several corpora take turns by their weights (`drawn`): how many of
-the first n samples each gives is a function of n, within one of its share for two and never far for more. Of one corpus
+the first n samples each gives is a function of n, its share but for 1 + log(corpora) / 2 at most. Of one corpus
 `count = epoch * samples_per_epoch + place`, and the place in the epoch is mapped to a sample by a bijection keyed by
-(seed, epoch) and the corpus's number. So every sample is read exactly once an epoch of its corpus,
-the order depends on (seed, counter) alone, and any rank finds any sample without the ones before: a resume, another
-batch size or another mesh continue at a counter. No tail is dropped: an epoch may end inside a batch, whose first
-samples are then of one epoch and the others of the next.
+(seed, epoch) and the corpus's number. So every sample is read exactly once an epoch of its corpus, the order depends on
+(seed, counter) alone, and any rank finds any sample without the ones before: a resume, another batch size or another
+mesh continue at a counter. No tail is dropped: an epoch may end inside a batch, whose first samples are then of one
+epoch and the others of the next.
 
 The bijection is a Feistel network on the smallest even number of bits that holds the epoch, walked until it lands
 inside (less than 4 times on average). It costs about 20 us a sample and no memory, whatever the size of the corpus; a
@@ -41,7 +41,7 @@ from pithtrain.errors import DataError
 from pithtrain.spec import DataSection, DataSource, RunSpec
 
 ROUNDS = 8  # 4 make a Feistel network look random, more help when its halves are of few bits
-MAPPED_SHARDS = 64  # each holds two file descriptors, of which a process may have as few as 256
+MAPPED_SHARDS = 64  # of all corpora; each holds two file descriptors, of which a process may have as few as 256
 IGNORE = -100  # the label of no token, as ops/cross_entropy has it
 
 
@@ -76,20 +76,20 @@ def integers(weights: Sequence[float]) -> list[int]:
 
 
 def drawn(samples: int, weights: Sequence[int]) -> list[int]:
-    """How many of the first `samples` each corpus gives: its part, rounded, of what those before it leave. They sum to
-    `samples`, and one more sample is one more of one corpus."""
-    left, rest, counts = samples, sum(weights), list[int]()
-    for weight in weights:
-        counts.append((2 * left * weight + rest) // (2 * rest))
-        left, rest = left - counts[-1], rest - weight
+    """How many of the first `samples` each corpus gives: its part, rounded, of what those of larger weights leave. They
+    sum to `samples`, and one more sample is one more of one corpus."""
+    left, rest, counts = samples, sum(weights), [0] * len(weights)
+    for number in sorted(range(len(weights)), key=lambda number: -weights[number]):
+        counts[number] = (2 * left * weights[number] + rest) // (2 * rest)
+        left, rest = left - counts[number], rest - weights[number]
     return counts
 
 
 class Stream:
     """The samples of one corpus, by their number: windows of its tokens. Opening it reads `corpus.json` and a stat per
-    shard. Raises DataError as `Dataset` does."""
+    shard, of which `mapped` are in memory at a time. Raises DataError as `Dataset` does."""
 
-    def __init__(self, path: Path, sequence_length: int, vocab_size: int) -> None:
+    def __init__(self, path: Path, sequence_length: int, vocab_size: int, mapped: int) -> None:
         self.corpus = open_corpus(path)
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         vocabulary, total = self.corpus.vocabulary, self.corpus.num_tokens
@@ -104,7 +104,7 @@ class Stream:
                 f"{path}: has {total:,} tokens, one sample takes training.sequence_length + 1 = {sequence_length + 1:,}"
             )
         self._starts = np.cumsum([0, *(shard.num_tokens for shard in self.corpus.shards)], dtype=np.int64)
-        self._mapped = functools.lru_cache(MAPPED_SHARDS)(self._map)
+        self._mapped = functools.lru_cache(mapped)(self._map)
 
     @property
     def fingerprint(self) -> str:
@@ -156,8 +156,12 @@ class Dataset:
     sample.
     """
 
-    def __init__(self, data: DataSection, sequence_length: int, seed: int, vocab_size: int) -> None:
-        self.streams = [Stream(source.path, sequence_length, vocab_size) for source in data.sources]
+    def __init__(
+        self, data: DataSection, sequence_length: int, seed: int, vocab_size: int, corpora: int | None = None
+    ) -> None:
+        """`corpora`: how many this process opens in all, if more than `data` has."""
+        mapped = max(1, MAPPED_SHARDS // (corpora or len(data.sources)))
+        self.streams = [Stream(source.path, sequence_length, vocab_size, mapped) for source in data.sources]
         self.weights = integers([source.weight for source in data.sources])
         self.sequence_length, self.seed = sequence_length, seed
         self.shuffle, self.document_mask = data.shuffle, data.document_mask
@@ -165,7 +169,8 @@ class Dataset:
         self.fingerprint = self.streams[0].fingerprint
         wanted = tokenizer_sha256(data.tokenizer) if data.tokenizer else self.fingerprint
         named = f"data.tokenizer {data.tokenizer}" if data.tokenizer else f"that of {self.streams[0].corpus.path}"
-        override = ", or leave data.tokenizer out to train on it anyway" if data.tokenizer else " with one of the two"
+        alike = all(stream.fingerprint == self.fingerprint for stream in self.streams)
+        override = ", or leave data.tokenizer out to train on it anyway" if alike else " with one of them for all"
         for stream in self.streams:
             if stream.fingerprint != wanted:
                 raise DataError(
@@ -173,13 +178,14 @@ class Dataset:
                     f"{wanted[:12]}; tokenize again{override}"
                 )
 
-    def passes(self, samples: int) -> list[dict[str, Any]]:
-        """What the first `samples` read of each corpus: {path, samples, epochs}."""
-        pairs = zip(self.streams, drawn(samples, self.weights), strict=True)
-        return [
-            {"path": str(stream.corpus.path), "samples": count, "epochs": round(count / stream.num_samples, 4)}
-            for stream, count in pairs
-        ]
+    def passes(self, first: int, last: int) -> list[dict[str, Any]]:
+        """What the samples from counter `first` up to `last` are of each corpus: {corpus, samples, epochs}."""
+        told: list[dict[str, Any]] = []
+        counts = zip(self.streams, drawn(first, self.weights), drawn(last, self.weights), strict=True)
+        for stream, before, after in counts:
+            passes = round((after - before) / stream.num_samples, 4)
+            told.append({"corpus": str(stream.corpus.path), "samples": after - before, "epochs": passes})
+        return told
 
     def require(self, samples: int) -> None:
         """Raises DataError when a run of `samples` = max_steps x global_batch_size would need more epochs of a corpus
@@ -246,17 +252,24 @@ class HeldOut(NamedTuple):
 def open_dataset(spec: RunSpec) -> Dataset:
     """What a run trains on. Raises DataError."""
     training = spec.training
-    return Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size)
+    return Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size, _corpora(spec))
+
+
+def _corpora(spec: RunSpec) -> int:
+    return len(spec.data.sources) + len(spec.validation.sources)
 
 
 def held_out(spec: RunSpec, fingerprint: str | None) -> list[HeldOut]:
-    """What a run validates on. `fingerprint`: that of what it trains on, where this is known. Raises DataError, also
-    where a corpus was made with another tokenizer or holds fewer samples than are to be read."""
+    """What a run validates on: nothing where no router decides. `fingerprint`: that of what it trains on, where this is
+    known. Raises DataError, also where a corpus was made with another tokenizer or holds fewer samples than are to be
+    read."""
     training, steps, found = spec.training, spec.validation.steps, list[HeldOut]()
+    if spec.moe.force_load_balance:
+        return found
     for source in spec.validation.sources:
-        alone = {"sources": (DataSource(path=source.path),), "shuffle": True, "repeat": True}
+        alone = {"sources": (DataSource(path=source.path),), "tokenizer": None, "shuffle": True, "repeat": True}
         data = spec.data.model_copy(update=alone)
-        dataset = Dataset(data, training.sequence_length, 0, spec.model.config.vocab_size)
+        dataset = Dataset(data, training.sequence_length, 0, spec.model.config.vocab_size, _corpora(spec))
         if fingerprint not in (None, dataset.fingerprint):
             raise DataError(
                 f"{source.path}: was made with another tokenizer (sha256 {dataset.fingerprint[:12]}) than the corpus "
@@ -266,8 +279,8 @@ def held_out(spec: RunSpec, fingerprint: str | None) -> list[HeldOut]:
         if wanted > have:
             raise DataError(
                 f"{source.path}: holds {have:,} samples of {training.sequence_length:,} tokens, and validation.steps "
-                f"{steps} x global_batch_size {training.global_batch_size} wants {wanted:,}; leave steps out to read "
-                "it whole"
+                f"{steps} x global_batch_size {training.global_batch_size} wants {wanted:,}; give at most "
+                f"{have // training.global_batch_size}, or leave it out to read all"
             )
         found.append(HeldOut(source.label, dataset, wanted or have))
     return found

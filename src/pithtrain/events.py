@@ -4,7 +4,7 @@ Rank 0 alone opens `Events`; the numbers that come in are already those of the w
 
     console          step 20/300 | loss 6.1034 | aux 1.021 | lr 1.00e-03 | grad 0.834 | 9,120 tok/s | ...
     metrics.jsonl    the same as one flat JSON object a step, unrounded, null where unknown: programs read this
-    W&B              the same under train/..., with train/step as the declared axis
+    W&B              the same under train/..., held-out losses under val_loss/..., with train/step as the declared axis
 
 The file is the truth and W&B is a view of it: nothing is ever read back from W&B, and nothing it does (no login, no
 network, a full disk) stops training. The first failure is one warning, and that is all of it from then on. Every wait
@@ -43,7 +43,8 @@ class Metrics:
     router_z_loss); of those without a coefficient there is no number.
     Expert load, over the global batch of this step: most slots over mean and entropy (1.0 is perfect balance) of the
     worst layer each, experts without a token summed over layers; `expert_load` has every layer and expert.
-    `grad_norm` the global norm before clipping, memory in GiB, times in seconds.
+    `grad_norm` the global norm before clipping, memory in GiB, times in seconds. `validation_s` and the losses of
+    held-out text are added to the line of a step that is validated (`Events.validated`).
     """
 
     step: int
@@ -67,13 +68,11 @@ class Metrics:
     dead_experts: int | None
     force_load_balance: bool | None  # true: no router decided
     attempt: int
-    val_loss: dict[str, float] | None = None  # of each corpus held out, in the line of a step that was validated
     expert_load: list[dict[str, Any]] | None = None  # of each MoE layer, in a line every so often
 
     def flat(self) -> dict[str, Any]:
         """The keys of metrics.jsonl in their order. A number that is not finite is null: JSON has no NaN."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("val_loss", "expert_load")]
-        row = {name: getattr(self, name) for name in names} | _val_loss(self.val_loss)
+        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "expert_load"}
         row |= {} if self.expert_load is None else {"expert_load": self.expert_load}
         return _finite(row)
 
@@ -81,10 +80,6 @@ class Metrics:
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     infinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
     return row | dict.fromkeys(infinite)
-
-
-def _val_loss(losses: Mapping[str, float] | None) -> dict[str, float]:
-    return {f"val_loss/{name}": loss for name, loss in (losses or {}).items()}
 
 
 def layer_load(layer: int, counts_E: Sequence[int]) -> dict[str, Any]:
@@ -110,7 +105,6 @@ def console_line(metrics: Metrics, max_steps: int) -> str:
         ("{:.3g} TFLOP/s", metrics.tflops_per_device),
         ("{:.1f} GiB", metrics.memory_peak_gib),
     ]
-    parts[2:2] = [(f"val {name} {{:.4f}}", value) for name, value in (metrics.val_loss or {}).items()]
     forced = " | forced routing" if metrics.force_load_balance else ""
     return " | ".join(text.format(value) for text, value in parts if value is not None) + forced
 
@@ -132,19 +126,22 @@ class Events:
         print(console_line(metrics, self.spec.training.max_steps), flush=True)
         self._to_wandb(row)
 
-    def validated(self, losses: Mapping[str, float], seconds: float) -> None:
-        """Complete the newest line, whose step a stop had kept from being validated."""
-        *before, newest = rundir.read_lines(self.run.metrics)
-        found = _finite({**_val_loss(losses), "validation_s": seconds})
-        self._rewrite([*before, newest | found])
-        told = " | ".join(f"val {name} {loss:.4f}" for name, loss in losses.items())
-        print(f"step {newest['step']}/{self.spec.training.max_steps} | {told}", flush=True)
-        self._to_wandb({"step": newest["step"], **found})
+    def validated(self, step: int, losses: Mapping[str, float], seconds: float) -> None:
+        """Complete the newest line, that of `step`, with val_loss/NAME, nats per token of each corpus, and
+        validation_s. A full disk may cost these figures, as it may cost the line, and not the run."""
+        found = _finite({**{f"val_loss/{name}": loss for name, loss in losses.items()}, "validation_s": seconds})
+        self.event("validated", step=step, **found)
+        rows = rundir.read_lines(self.run.metrics)
+        if rows and rows[-1]["step"] == step:
+            with contextlib.suppress(OSError):
+                self._rewrite([*rows[:-1], rows[-1] | found])
+        self._to_wandb({"step": step, **found})
 
     def _to_wandb(self, row: dict[str, Any]) -> None:
         if self._wandb is None:
             return
-        values = {f"train/{key}": value for key, value in row.items() if value is not None and key != "expert_load"}
+        figures = {key: value for key, value in row.items() if value is not None and key != "expert_load"}
+        values = {key if "/" in key else f"train/{key}": value for key, value in figures.items()}
         for layer in row.get("expert_load", ()):  # a page of its own; the counts stay in the file
             for key in ("max_over_mean", "entropy", "dead"):
                 values[f"expert_load/{key}_layer_{layer['layer']:03d}"] = layer[key]
@@ -178,8 +175,8 @@ class Events:
         return kept[-1] if kept and kept[-1]["step"] == step else {}
 
     def _rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
-        self._metrics_file.close()
         rundir.write_atomic(self.run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        self._metrics_file.close()
         self._metrics_file = _open_whole(self.run.metrics)
 
     def close(self, exit_code: int, preempted: bool = False) -> None:

@@ -71,9 +71,7 @@ class Pipeline:
     part: Part | None  # that of all micro-batches; None: each has its own
 
     def __post_init__(self) -> None:
-        mine = self.world.mesh.pp, self.world.pp, self.micro_batches
-        self.actions: list[Action] = dualpipev(*mine)
-        self.forwards: list[Action] = forwards(*mine)
+        self.actions: list[Action] = dualpipev(self.world.mesh.pp, self.world.pp, self.micro_batches)
         self._last = self.world.pp == self.world.mesh.pp - 1
 
     @torch.no_grad()
@@ -113,14 +111,14 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], scale: Tensor, stats: Stats) -> None:
-        """The forwards of a step alone, with nothing kept for a backward: `stats` as `step` leaves it, but for the
-        head's z-loss, and no gradient."""
+        """The forwards of a step alone: `stats` as `step` leaves it, but for the head's z-loss, and no gradient. Any
+        number of micro-batches, as many on every rank. What a chunk keeps for a backward lives while it runs."""
         step = _Step(batches, scale, stats, learn=False)
-        for action in self.forwards:
+        for action in forwards(self.world.mesh.pp, self.world.pp, len(batches)):
             self._communicate(step, action.before)
             self._wait(step)
             if action.fwd:
-                h, _ = run_forward(self._forward(step, action.fwd))
+                h = run_forward(self._forward(step, action.fwd))[0]
                 self._hand_on(step, "F", action.fwd, h)
         assert not step.incoming and not step.outgoing, "every stage's output has gone to the next"
 

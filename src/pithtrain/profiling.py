@@ -5,9 +5,10 @@
     nsys               what `nsys profile --capture-range=cudaProfilerApi` catches; nsys itself writes it
 
 Each step is a range `step N`, from reading its batch to the agreement at its end; its log line lies behind it. The
-window opens and closes on a device that is drained, so it holds the kernels of its steps and no others: the first of
-them start without the host's lead. Inside, an operator costs microseconds more, so the lines of these steps tell of a
-slower run, and some 30 when the trace is written, which counts for no step. The numbers stay bitwise the same.
+window opens and closes on a device that is drained, so it holds the kernels of its steps, and of a validation between
+two of them, and no others: the first of them start without the host's lead. Inside, an operator costs microseconds
+more, so the lines of these steps tell of a slower run, and some 30 when the trace is written, which counts for no step.
+The numbers stay bitwise the same.
 
 A run that is asked to stop inside the window writes what it has. One that fails writes nothing, because draining a
 device that hangs would hold back the error; but a failed allocation writes the snapshot, which is about that moment.

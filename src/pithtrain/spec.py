@@ -28,7 +28,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
@@ -236,11 +236,14 @@ class DataSection(Strict):
     repeat: bool = _key(False, "as many passes as max_steps needs, instead of epochs")
 
 
+_LABEL = r"^[A-Za-z0-9_.-]+$"
+
+
 class HeldOutSource(Strict):
     """One corpus that is not trained on."""
 
     path: Location = Field(description="folder of shards written by `pithtrain tokenize` with the training's tokenizer")
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = _key(
+    name: Annotated[str, Field(pattern=_LABEL)] | None = _key(
         None, "of its loss, val_loss/NAME: letters, digits, '_', '.' and '-'; null: the folder's"
     )
 
@@ -252,7 +255,8 @@ class HeldOutSource(Strict):
 
 class ValidationSection(Strict):
     """Loss on held-out text, every `interval` steps and after the last one: the mean over tokens, in nats. The samples
-    are the same at every step, on every mesh and in every run with this sequence length, whatever its seed."""
+    are the same at every step, on every mesh and in every run of this sequence length (with `steps`: and this batch
+    size), whatever its seed."""
 
     interval: Positive | None = _key(None, "steps between validations, a multiple of logging.interval; null: never")
     steps: Positive | None = _key(
@@ -625,12 +629,16 @@ def _check_fp8_tokens(fp8: Fp8Section, training: TrainingSection, parallelism: P
 
 def _check_data(data: DataSection) -> Problems:
     weights = [source.weight for source in data.sources]
-    total = sum(Decimal(str(weight)) for weight in weights)  # as they are written: three tenths are 0.3
+    total = sum(Fraction(str(weight)) for weight in weights)  # as they are written: three tenths are 0.3
     if not weights:
         yield Problem("data.sources", [], "must hold a corpus", "give [{path: ...}]")
     elif total != 1:
-        hint = "leave it out" if len(weights) == 1 else "give each corpus its share of the samples"
-        yield Problem("data.sources", weights, f"the weights sum to {total}, not to 1", hint)
+        hint = (
+            "leave it out"
+            if len(weights) == 1
+            else "give each corpus its share of the samples, as in 0.3334, 0.3333, 0.3333"
+        )
+        yield Problem("data.sources", weights, f"the weights sum to {float(total):.12g}, not to 1", hint)
     paths = [str(source.path) for source in data.sources]
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
         yield Problem("data.sources", twice, "is given twice", "give it once, with the sum of the weights")
@@ -639,13 +647,13 @@ def _check_data(data: DataSection) -> Problems:
         yield Problem("data.epochs", data.epochs, rule, "give one of the two")
 
 
-def _check_validation(validation: ValidationSection, logging: LoggingSection) -> Problems:
+def _check_validation(validation: ValidationSection, logging: LoggingSection, data: DataSection) -> Problems:
     at, every, names = "validation", validation.interval, [source.label for source in validation.sources]
     if every is None:
-        for key, value, off in (("steps", validation.steps, None), ("sources", validation.sources, ())):
-            if value != off:
+        for key, value in (("steps", validation.steps), ("sources", names)):
+            if value:
                 rule = "has no effect with interval: null, which never validates"
-                yield Problem(f"{at}.{key}", names or value, rule, f"set {at}.interval, or leave it out")
+                yield Problem(f"{at}.{key}", value, rule, f"set {at}.interval, or leave it out")
         return
     if every % logging.interval:
         near = sorted({max(1, every // logging.interval + n) * logging.interval for n in (0, 1)})
@@ -653,6 +661,16 @@ def _check_validation(validation: ValidationSection, logging: LoggingSection) ->
         yield Problem(f"{at}.interval", every, rule, f"nearest: {' or '.join(map(str, near))}")
     if not names:
         yield Problem(f"{at}.sources", [], "must hold a corpus", "give [{path: ...}], or leave the section out")
+    trained = {source.path for source in data.sources}
+    for number, source in enumerate(validation.sources):
+        if not re.fullmatch(_LABEL, source.label):
+            rule = "is no name of a loss: letters, digits, '_', '.' and '-'"
+            yield Problem(
+                f"{at}.sources.{number}.path", str(source.path), rule, "give it a name: {path: ..., name: ...}"
+            )
+        if source.path in trained:
+            rule = "is trained on, in data.sources: its loss tells nothing of other text"
+            yield Problem(f"{at}.sources.{number}.path", str(source.path), rule, "tokenize text that is left out there")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         rule = "must have a name each, and there is more than one"
         yield Problem(f"{at}.sources", names, f"{rule} {', '.join(twice)}", "give them [{path: ..., name: ...}]")

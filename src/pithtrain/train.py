@@ -1,7 +1,7 @@
 """The run and the step, in the order in which they happen. Read this first.
 
     run     connect -> preflight -> build -> resume -> loop -> save -> marker -> leave
-    loop    read a batch -> step -> agree to stop or save -> validate -> log -> save
+    loop    read a batch -> step -> agree to stop or save -> log -> save -> validate
     step    count the valid tokens of the global batch
             forwards and backwards (pipeline; gradients are reduced as their buckets fill)
             expert load of the global batch, gradient norm over all ranks
@@ -34,20 +34,20 @@ import torch
 from torch import Tensor
 
 from pithtrain import catalog, checkpoint, convert, preflight
+from pithtrain.batches import read_batches, valid_tokens
 from pithtrain.build import Engine, build, device_type
 from pithtrain.catalog import Marker
 from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
-from pithtrain.data import Dataset, HeldOut, held_out, open_dataset
+from pithtrain.data import Dataset, held_out, open_dataset
 from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
 from pithtrain.events import Events, Metrics, layer_load
 from pithtrain.models.contract import active_parameters, causal_keys
-from pithtrain.ops.cross_entropy import IGNORE
 from pithtrain.ops.linear import accumulate_dtype
-from pithtrain.ops.parts import Part, chunks, to_device
 from pithtrain.pipeline import MicroBatch
 from pithtrain.rundir import RunDir, read_lines
 from pithtrain.spec import LrSchedulerSection, RunSpec
 from pithtrain.tape import Stats, new_stats
+from pithtrain.validation import Validation
 from pithtrain.watch import Watch
 from pithtrain.world import Place, World, all_reduce_sum, connect
 
@@ -136,6 +136,7 @@ def _run(job: Job) -> Outcome:
     dataset = None
     if world.pp == 0 or spec.data.document_mask:  # has the embedding and the loss; documents are every rank's
         dataset = open_dataset(spec)
+    corpora = held_out(spec, None if dataset is None else dataset.fingerprint)
     watch.enter("init", 0)
     engine = build(spec, world)
     about = _about(spec, job.run_dir, dataset)
@@ -148,8 +149,8 @@ def _run(job: Job) -> Outcome:
     if job.events is not None:
         newest = job.events.rewind(position.step)
         _tell_start(job, engine, position.step)
-        if dataset is not None:
-            job.tell("data", sources=dataset.passes(total))  # over the whole run
+        for read in [] if dataset is None else dataset.passes(position.samples, total):
+            job.tell("data", **read)
 
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
     meter = _Meter(torch.zeros(5, device=world.device), z_L)
@@ -161,13 +162,13 @@ def _run(job: Job) -> Outcome:
         keep_interval=keys.keep_interval,
     )
     saves = _Saves(job, engine, saver, meter, position.step)
-    validation = _Validation(job, engine, held_out(spec, about["tokenizer"]))
-    # a stop came before the validation of the step that was saved
-    if validation.due(position.step) and world.from_rank_zero(newest.get("validation_s", 0) is None):
-        late = validation.run(position.step)
-        if job.events is not None and not late.stop:
-            job.events.validated(late.losses, late.seconds)
+    validation = Validation(spec, engine, job.events, watch, corpora)
     stop = world.max(watch.should_stop())()[0]  # asked while it started: nothing is lost, so nothing is saved
+    # a stop came before the validation of the step that was saved
+    owed = validation.due(position.step) and world.from_rank_zero(newest.get("validation_s", 0) is None)
+    if owed and not stop:
+        stop = validation.run(position.step, "first_step")
+        owed = bool(stop)
     if not stop and position.step < training.max_steps:
         if not spec.moe.force_load_balance:
             saver.prepare()
@@ -204,17 +205,8 @@ def _run(job: Job) -> Outcome:
         if log_due or save_due:
             fatal = _guard(job, meter, step)
             saves.step_s = (time.perf_counter() - meter.since) / meter.steps
-            validated = None
-            if validation.due(step) and not stop and fatal is None:
-                validated = validation.run(step)
-                meter.since += validated.seconds
-                if validated.stop:  # the next attempt validates
-                    stop, validated = validated.stop, None
-                    save_due = last = True
-                    if profile is not None:
-                        meter.since += profile.end(step, last)
             if log_due or fatal is not None:
-                _log(job, meter, position, lr, result, validated)
+                _log(job, meter, position, lr, result)
                 meter.restart()
             if fatal is not None:
                 saves.save(position, last=True)  # without the updates of those steps, so what stands is sound
@@ -223,59 +215,24 @@ def _run(job: Job) -> Outcome:
             saves.save(position, bool(requested), bool(last))
         elif saver.in_flight and not writing:  # on every rank
             saves.hear(position)
-        if not last:
+        owed = validation.due(step)
+        if owed and not stop:
+            begin = time.perf_counter()
+            stop = validation.run(step)
+            owed = bool(stop)
+            meter.since += time.perf_counter() - begin
+            if stop:  # asked for meanwhile: what is owed is done by who goes on from here
+                saves.hear(position) if save_due else saves.save(position, last=True)
+                if profile is not None:
+                    profile.end(step, last=True)
+        if not (last or stop):
             watch.enter("step", step)
     watch.agreed(stop)
     engine.zero.wait_for_weights()
-    finished = position.step >= training.max_steps
+    finished = position.step >= training.max_steps and not owed
     if finished and spec.checkpoint.export_hf == "final":
         _export(job, position.step)
     return Outcome(position.step if finished else saves.step, finished)
-
-
-@dataclass(frozen=True)
-class _Validated:
-    """Mean loss per token of each corpus by its name, and how long it took. `stop`: why it was left, as
-    `Watch.should_stop` tells it."""
-
-    losses: dict[str, float]
-    seconds: float
-    stop: int = 0
-
-
-@dataclass(frozen=True)
-class _Validation:
-    """The loss on held-out text."""
-
-    job: Job
-    engine: Engine
-    corpora: list[HeldOut]
-
-    def due(self, step: int) -> bool:
-        spec = self.job.spec
-        every = None if spec.moe.force_load_balance else spec.validation.interval  # where no router decides: nothing
-        return every is not None and step > 0 and (step % every == 0 or step == spec.training.max_steps)
-
-    @torch.no_grad()
-    def run(self, step: int) -> _Validated:
-        """After step `step`; the same on all ranks. Whether to stop is agreed on before each global batch. The last
-        batch of a corpus is filled up with samples that do not count, so every rank has as many."""
-        spec, world, engine = self.job.spec, self.job.world, self.engine
-        config, batch, dtype = spec.model.config, spec.training.global_batch_size, accumulate_dtype(engine.dtype)
-        begin, losses = time.perf_counter(), dict[str, float]()
-        for corpus in self.corpora:
-            told = torch.zeros(2, dtype=torch.float64, device=world.device)  # summed loss, tokens
-            for first in range(0, corpus.samples, batch):
-                self.job.watch.enter("validation", step)
-                if stop := world.max(self.job.watch.should_stop())()[0]:
-                    return _Validated({}, time.perf_counter() - begin, stop)
-                batches = read_batches(corpus.dataset, spec, world, first, corpus.samples)
-                stats = new_stats(config.num_hidden_layers, config.num_experts, world.device, dtype)
-                engine.pipeline.evaluate(batches, torch.ones((), dtype=dtype, device=world.device), stats)
-                told += torch.stack((stats.loss.double(), _valid_tokens(batches, world)))
-            total, tokens = world.sum(told).tolist()
-            losses[corpus.name] = total / tokens if tokens else math.nan
-        return _Validated(losses, time.perf_counter() - begin)
 
 
 def _tell_start(job: Job, engine: Engine, step: int) -> None:
@@ -290,7 +247,8 @@ def _tell_start(job: Job, engine: Engine, step: int) -> None:
         quantized, kept = (sorted({name for name, p in kinds if p.fp8 == narrow}) for narrow in (True, False))
         job.tell("fp8", recipe=spec.fp8.recipe, quantized=quantized, kept=kept)
     if spec.moe.force_load_balance:
-        job.warn(f"moe.force_load_balance: tokens go round robin, so nothing is validated, and {NOTHING_SAVED}")
+        unseen = "nothing is validated, and " if spec.validation.interval else ""
+        job.warn(f"moe.force_load_balance: tokens go round robin, so {unseen}{NOTHING_SAVED}")
 
 
 @dataclass
@@ -430,47 +388,8 @@ def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
     """One over the valid tokens of the global batch, a device scalar, the same on all ranks; 0 if there is none. Summed
     over all ranks, of which those without tokens bring 0: the groups of data ranks still carry the weights of the step
     before, and a sum on them would wait for all of these."""
-    valid = engine.world.sum(_valid_tokens(batches, engine.world))
+    valid = engine.world.sum(valid_tokens(batches, engine.world))
     return torch.where(valid > 0, 1 / valid, 0.0).to(accumulate_dtype(engine.dtype))
-
-
-def _valid_tokens(batches: list[MicroBatch], world: World) -> Tensor:
-    """Of this rank, a float64 device scalar."""
-    valid = torch.zeros((), dtype=torch.float64, device=world.device)
-    for batch in batches:
-        if batch.labels is not None:
-            valid += (batch.labels != IGNORE).sum()
-    return valid
-
-
-def read_batches(
-    dataset: Dataset | None, spec: RunSpec, world: World, samples: int, end: int | None = None
-) -> list[MicroBatch]:
-    """This data rank's micro-batches of the step that begins after `samples` sequences. From sequence `end` on they
-    have no labels.
-
-    Micro-batch a of data rank d holds the sequences samples + (a * data_size + d) * mbs + [0, mbs): which sequences
-    share a micro-batch does not depend on the mesh. A cp rank has its own chunks of them, tokens and labels on pipeline
-    rank 0 alone, documents everywhere.
-    """
-    if dataset is None:
-        return []
-    mbs, length, cp = spec.training.micro_batch_size, spec.training.sequence_length, world.mesh.cp
-    own = chunks(length, cp, world.cp)
-    batches: list[MicroBatch] = []
-    for a in range(spec.num_micro_batches):
-        first = samples + (a * world.data_size + world.data_rank) * mbs
-        part = tokens = labels = None
-        if dataset.document_mask:
-            part = Part(mbs, length, world.device, cp, world.cp, dataset.documents(first, mbs))
-        if world.pp == 0:
-            whole = dataset.batch(first, mbs)  # labels are shifted before the cut
-            if end is not None:
-                whole[1][max(0, end - first) :] = IGNORE
-            pair = (torch.from_numpy(x) for x in whole)
-            tokens, labels = (to_device(torch.cat([x[:, c] for c in own], 1), world.device) for x in pair)
-        batches.append(MicroBatch(tokens, labels, part))
-    return batches
 
 
 def learning_rate(schedule: LrSchedulerSection, peak: float, max_steps: int, step: int) -> float:
@@ -548,7 +467,7 @@ def _resume(job: Job, engine: Engine, about: dict[str, Any]) -> Position:
             job.warn(f"optimizer.moments_dtype: {changed}")
         for key, theirs, ours in catalog.differences("data", content["data"], about["data"]):
             changed = f"{key} was {theirs} up to step {position.step} and is {ours} from here on"
-            job.warn(f"{changed}: a sample's number stands for other text")
+            job.warn(f"{changed}: a sample's number stands for other text, so some is skipped and some read again")
         return position
     if spec.init_from is not None:
         told: list[str] = []
@@ -660,9 +579,7 @@ def _attention_flops(spec: RunSpec, batches: list[MicroBatch]) -> float:
     return sum(6 * layer.core_width * keys(layer.window) for layer in layers)
 
 
-def _log(
-    job: Job, meter: _Meter, position: Position, lr: float, result: StepResult, validated: "_Validated | None"
-) -> None:
+def _log(job: Job, meter: _Meter, position: Position, lr: float, result: StepResult) -> None:
     """Write the line of a step on rank 0, which waits for the device; a collective of all ranks."""
     spec, world, events, stats = job.spec, job.world, job.events, result.stats
     config, training = spec.model.config, spec.training
@@ -700,13 +617,12 @@ def _log(
         memory_peak_gib=_memory_peak_gib(world.device),
         data_wait_s=meter.data_wait_s / meter.steps,
         checkpoint_stall_s=meter.stall_s,
-        validation_s=validated.seconds if validated else None,
+        validation_s=None,  # `Events.validated` completes the line
         expert_load_max_over_mean=max((load["max_over_mean"] for load in loads), default=None),
         expert_load_entropy=min((load["entropy"] for load in loads), default=None),
         dead_experts=sum(load["dead"] for load in loads) if moe else None,
         force_load_balance=spec.moe.force_load_balance or None,
         attempt=events.attempt,
-        val_loss=validated.losses if validated else None,
         expert_load=loads if whole else None,
     )
     events.metrics(line)

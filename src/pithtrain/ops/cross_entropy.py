@@ -45,7 +45,8 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_loss(h_TH: Tensor, w_VH: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:
-    """The same loss and nothing else, of text that is not learnt from."""
+    """The same loss bitwise, of text that is not learnt from. Its gradient by the logits is made and dropped: the pass
+    that finds the loss writes it."""
     loss = torch.zeros((), dtype=accumulate_dtype(h_TH.dtype), device=h_TH.device)
     for h, labels in zip(h_TH.split(CHUNK), labels_T.split(CHUNK), strict=True):
         loss += _loss_and_grad(_logits(h, w_VH), labels, scale, h_TH.dtype, 0.0)[0]
