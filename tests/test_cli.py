@@ -203,6 +203,15 @@ def test_status_of_a_failed_run_names_the_cause(tmp_path: Path) -> None:
     assert "rank 0: the shard is torn" in text
 
 
+def test_status_of_a_run_tells_its_newest_losses_on_text_held_out(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    for step, loss in ((2, 3.5), (4, 3.25)):
+        with run.events.open("a") as file:
+            print(json.dumps({"event": "validated", "step": step, "val_loss/a": loss, "val_loss/b": None}), file=file)
+    text = pithtrain("status", "fake", cwd=tmp_path).stdout
+    assert "val_loss/a 3.2500 at step 4" in text and "val_loss/b not finite at step 4" in text and "3.5" not in text
+
+
 FAKE_ENGINE = """
 import sys; from pathlib import Path; from pithtrain import cli, rundir
 run = rundir.RunDir(Path(sys.argv.pop()))

@@ -60,7 +60,7 @@ class Profile:
 
     def end(self, step: int, last: bool) -> float:
         """After `step`; a collective where the window or the run ends. Returns the seconds that writing took."""
-        if self._first is None:
+        if not self._inside(step):
             return 0.0
         self._ranges.close()
         if step < (self.keys.end_step or 0) and not last:
@@ -78,7 +78,6 @@ class Profile:
                 self.events.event("profiled", step=step, first_step=self._first, path=str(path))
             if said is not None:
                 self.events.event("warning", message=said)
-        self._first = None
         return time.perf_counter() - began
 
     def _inside(self, step: int) -> bool:

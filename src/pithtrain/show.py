@@ -74,7 +74,14 @@ def detail(run: RunDir, state: State) -> Iterable[Table | Text]:
         for row in rows:
             table.add_row(*_attempt_cells(row))
         yield table
-    yield Text(f"\ndirectory  {run.path}" + (f"\nW&B        {state.wandb}" if state.wandb else ""))
+    lines = [f"\ndirectory  {run.path}", *([f"W&B        {state.wandb}"] if state.wandb else [])]
+    validated = [row for row in rundir.read_lines(run.events) if row["event"] == "validated"]
+    for key, loss in validated[-1].items() if validated else ():
+        if key.startswith("val_loss/"):
+            lines.append(
+                f"held out   {key} {'not finite' if loss is None else f'{loss:.4f}'} at step {validated[-1]['step']}"
+            )
+    yield Text("\n".join(lines))
     commands = {"done": ["logs"], "failed": ["logs", "resume"], "lost": ["logs", "resume"]}
     commands |= {"running": ["logs", "save", "cancel"], "pending": ["resume", "cancel"], "held": ["resume", "cancel"]}
     name = run.name if (Path("runs") / run.name).absolute() == run.path else run.path

@@ -20,6 +20,7 @@ from pithtrain import jobs, rundir  # noqa: E402
 from pithtrain.errors import SlurmError  # noqa: E402
 from pithtrain.rundir import RunDir  # noqa: E402
 from pithtrain.spec import load  # noqa: E402
+from pithtrain.watch import LIMITS  # noqa: E402
 
 
 def look(run: RunDir) -> jobs.State:
@@ -41,8 +42,7 @@ def silent(run: RunDir) -> str | None:
     if not beat:
         return None
     limits = load(run.spec_yaml).distributed
-    limit = {"init": limits.init_timeout_s, "first_step": limits.train_timeout_s, "save": limits.save_timeout_s}
-    age, most = time.time() - beat["time"], limit.get(beat["phase"], limits.step_timeout_s)
+    age, most = time.time() - beat["time"], getattr(limits, LIMITS.get(beat["phase"], "step_timeout_s"))
     return f"silent for {age:.0f} s in {beat['phase']}, where {most} s are the limit" if age > most + LATE_S else None
 
 
