@@ -28,7 +28,7 @@ PAPERS = [
 # what a run directory, a checkpoint, a user's own folder or another machine holds
 ELSEWHERE = re.compile(
     r"(\.venv|runs|logs|errors|checkpoints|hf|wandb|data|notes|code|shared|slurm/NAME\.yaml)"
-    r"|test_ROOM|(attempts|metrics|events)\.jsonl|(submit|plan|heartbeat|checkpoint|tokenizer|config|rank-\w+)\.json"
+    r"|test_ROOM|val_loss/NAME|(attempts|metrics|events)\.jsonl|(submit|plan|heartbeat|checkpoint|tokenizer|config|rank-\w+)\.json"
     r"|(master|exp_avg|exp_avg_sq)/|spec\.yaml|slurm\.conf|x\.yaml|configs/mine\.yaml"
 )
 PATH = re.compile(r"\.?[\w-]+(\.[\w-]+)*(/[\w.-]+)+/?|[\w-]+\.(py|md|ya?ml|toml|jsonl?)")

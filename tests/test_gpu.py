@@ -29,6 +29,7 @@ from pithtrain.train import train_step
 from pithtrain.world import Place, connect
 from reference import attention, plain_attention
 from test_ring import Case, by_softmax, ran
+from test_validation import evaluate_job
 
 pytestmark = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -345,6 +346,22 @@ def test_overlap_changes_nothing_bitwise(pool: Pool, mode: str) -> None:
         assert other.norms == want.norms, name
         for key, master in want.masters.items():
             np.testing.assert_array_equal(other.masters[key], master, f"{key}, {name}")
+
+
+FORWARDS = [
+    pytest.param((1, 1, 1), "auto", marks=needs_gpu),
+    *(pytest.param((1, 1, 2), transport, marks=needs_two) for transport in ("nccl", "symmetric")),
+    pytest.param((2, 1, 1), "auto", marks=needs_two),
+]
+
+
+@pytest.mark.parametrize(("mesh", "transport"), FORWARDS)
+def test_an_evaluation_is_the_forward_of_a_step_and_leaves_nothing(
+    pool: Pool, mesh: tuple[int, int, int], transport: str
+) -> None:
+    """One direction's lane alone, message after message, and nothing of the other."""
+    spec = make_spec(*mesh, **on("cuda", "bfloat16", moe={"transport": transport}))
+    assert pool.run(spec.world_size, evaluate_job, spec.model_dump(mode="json")) == [(True, True)] * spec.world_size
 
 
 CUTS = [  # pp, dp, ep, cp; chunks of 32 tokens, or 16, beside windows of 3

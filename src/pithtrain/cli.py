@@ -64,8 +64,15 @@ def example(*lines: str) -> str:
 
 @app.command(epilog=example("pithtrain validate configs/tiny.yaml --set optimizer.lr=1e-3"))
 def validate(config: Config, overrides: Set = None) -> None:
-    """Print the resolved spec, every default written out, or every error at once; what the cluster lacks, too."""
+    """Print the resolved spec, every default written out, or every error at once; what the cluster lacks, too, and
+    which corpora are not on this machine."""
+    from pithtrain import data
+
     spec = load(config, overrides or ())
+    try:
+        data.check(spec, resumed=False)
+    except DataError as error:
+        _note(str(error))
     if slurm.configured():
         try:
             problems, notes = slurm.problems(spec, slurm.cluster_facts(spec))
@@ -226,7 +233,8 @@ def sweep(
     if by != "slurm":
         one = f"{show.me()} train {config} --name {specs[0].name}"
         raise RunDirError(f"a sweep needs Slurm, and none is configured here; one after the other:  {one} --set ...")
-    for spec in {json.dumps(spec.slurm.model_dump(mode="json")): spec for spec in specs}.values():
+    looked_at = {"slurm", "data", "validation"}  # by a check, which takes seconds
+    for spec in {json.dumps(spec.model_dump(mode="json", include=looked_at)): spec for spec in specs}.values():
         starting.check(spec, by, force)
     for number, spec in enumerate(specs):
         lane = None if max_parallel is None else f"{base.name}-lane{number % max_parallel}"

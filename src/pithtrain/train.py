@@ -222,7 +222,10 @@ def _run(job: Job) -> Outcome:
             owed = bool(stop)
             meter.since += time.perf_counter() - begin
             if stop:  # asked for meanwhile: what is owed is done by who goes on from here
-                saves.hear(position) if save_due else saves.save(position, last=True)
+                if save_due:
+                    saves.hear(position)
+                else:
+                    saves.save(position, last=True)
                 if profile is not None:
                     profile.end(step, last=True)
         if not (last or stop):
