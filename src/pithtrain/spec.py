@@ -962,13 +962,13 @@ def _suggest(path: str, known: Iterable[str]) -> str:
 def _problem(detail: Any, prefix: str, known: Mapping[str, str]) -> Problem:
     """One of pydantic's errors in our words; `known` are all keys and what they mean, those of a list's items once."""
     path = (prefix + ".".join(map(str, detail["loc"]))).rstrip(".")
-    key = re.sub(r"\.\d+\b", "", path)
     value, kind, rule, hint = detail["input"], detail["type"], detail["msg"], ""
     for theirs, ours in _WORDS.items():
         rule = re.sub(theirs, ours, rule)
     if kind.startswith("union_tag"):  # of a mapping whose keys depend on one of them
         path += f".{detail['ctx']['discriminator'][1:-1]}"
         value, rule = detail["ctx"].get("tag", ABSENT), f"must be one of {detail['ctx'].get('expected_tags')}"
+    key = re.sub(r"\.\d+\b", "", path)
     if kind in ("missing", "union_tag_not_found"):
         value, rule, hint = ABSENT, "missing", known.get(key, "")
     elif kind == "extra_forbidden":

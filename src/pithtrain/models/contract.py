@@ -222,10 +222,11 @@ def rename(fields: dict[str, object], other: str, ours: str) -> None:
 def one_rope(fields: dict[str, object], theta_alone: bool = True) -> dict[str, object]:
     """`rope_scaling` and `rope_theta`, which stood beside the other fields before transformers 5, moved into
     `rope_parameters`, and `type` to `rope_type` there; a null is as good as absent. -> `rope_parameters`.
-    `theta_alone`: a base without either mapping means no scaling. Raises SpecError where two of them differ."""
+    `theta_alone`: a base without either mapping means no scaling. Raises SpecError where two of them differ, or one is
+    no mapping."""
     given = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name) is not None}
-    if not all(isinstance(values, dict) for values in given.values()):
-        return {}  # refused for its type
+    if odd := [name for name, values in given.items() if not isinstance(values, dict)]:
+        raise SpecError([Problem(name, given[name], "must be a mapping of keys to values") for name in odd])
     rope: dict[str, object] = {}
     for name, values in (*given.items(), ("", {"rope_theta": fields.pop("rope_theta", None)})):
         for key, value in cast("dict[str, object]", values).items():
