@@ -60,7 +60,7 @@ def permute(place: int, size: int, key: bytes) -> int:
             return place
 
 
-class Place(NamedTuple):
+class Located(NamedTuple):
     """Where a sample lies: the number of its corpus, which pass over that, and which of its samples."""
 
     corpus: int
@@ -203,16 +203,16 @@ class Dataset:
                     f"set data.epochs to {-(-count // per_epoch)} or data.repeat to true"
                 )
 
-    def locate(self, counter: int) -> Place:
+    def locate(self, counter: int) -> Located:
         """Of a global sample counter >= 0; sample i of a corpus begins at its token i * sequence_length."""
         before, after = drawn(counter, self.weights), drawn(counter + 1, self.weights)
         number = next(i for i, count in enumerate(before) if after[i] > count)
         size = self.streams[number].num_samples
         epoch, place = divmod(before[number], size)
         if not self.shuffle:
-            return Place(number, epoch, place)
+            return Located(number, epoch, place)
         words = (self.seed, epoch, number) if number else (self.seed, epoch)
-        return Place(number, epoch, permute(place, size, b"".join(word.to_bytes(8, "little") for word in words)))
+        return Located(number, epoch, permute(place, size, b"".join(word.to_bytes(8, "little") for word in words)))
 
     def batch(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens and labels of the samples `first` .. `first + count - 1`: int64 [count, sequence_length] each. With
