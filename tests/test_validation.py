@@ -326,6 +326,31 @@ def test_the_state_is_saved_before_it_is_validated(
     assert [path.name for path in RunDir(tmp_path / "stops").checkpoints.iterdir()] == ["step-00000002"]
 
 
+def vanish_job(place: Place, fields: dict[str, Any], folder: Path) -> Outcome:
+    """The last rank cannot read the second half of the held-out corpus."""
+    spec, real = from_dict(fields), Dataset.batch
+
+    def batch(self: Dataset, first: int, count: int) -> Any:
+        if self.streams[0].corpus.path == spec.validation.sources[0].path and first + count > 6 and place.rank:
+            raise DataError("the shard is gone")
+        return real(self, first, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dataset, "batch", batch)
+        return run(spec, RunDir(folder), place, Watch(RunDir(folder), 1, place.rank))
+
+
+def test_a_held_out_corpus_that_vanishes_is_a_warning(pool: Pool, corpora: dict[str, Path], tmp_path: Path) -> None:
+    """Told by rank 0, whichever rank has met it; the losses of training are those of any other run."""
+    spec = spec_of(corpora, 1, 2, 1)
+    run_dir = make_run(tmp_path / "gone")
+    assert pool.run(2, vanish_job, spec.model_dump(mode="json"), run_dir.path) == [Outcome(5, finished=True)] * 2
+    said = [row["message"] for row in events(run_dir.path, "warning")]
+    assert said == [f"step {step} is not validated: the shard is gone" for step in (2, 4, 5)]
+    train(pool, spec, tmp_path / "there")
+    assert numbers(run_dir.path) == numbers(tmp_path / "there") and val_loss(run_dir.path) == {}
+
+
 @pytest.mark.slow
 def test_a_stop_in_a_validation_closes_an_open_window(corpora: dict[str, Path], tmp_path: Path) -> None:
     spec = spec_of(corpora, profiling={"torch": True, "start_step": 2, "end_step": 4})

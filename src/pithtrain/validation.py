@@ -16,8 +16,10 @@ import torch
 from pithtrain.batches import read_batches, valid_tokens
 from pithtrain.build import Engine
 from pithtrain.data import HeldOut
+from pithtrain.errors import DataError
 from pithtrain.events import Events
 from pithtrain.ops.linear import accumulate_dtype
+from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec
 from pithtrain.tape import new_stats
 from pithtrain.watch import Phase, Watch
@@ -41,8 +43,9 @@ class Validation:
     @torch.no_grad()
     def run(self, step: int, phase: Phase = "validation") -> int:
         """Complete the line of `step`, the newest one, with the mean loss per token of each corpus. Returns 0, or why
-        to stop (`Watch.should_stop`), which is agreed on before each batch: then nothing is told. `phase`: whose limit
-        holds for each batch. A collective of all ranks, with one answer."""
+        to stop (`Watch.should_stop`), which is agreed on before each batch: then nothing is told. Where a corpus cannot
+        be read any more, that is a warning. `phase`: whose limit holds for each batch. A collective of all ranks, with
+        one answer."""
         spec, engine, watch = self.spec, self.engine, self.watch
         world, config = engine.world, spec.model.config
         batch, dtype = spec.training.global_batch_size, accumulate_dtype(engine.dtype)
@@ -52,9 +55,19 @@ class Validation:
             sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, tokens
             for first in range(0, corpus.samples, batch):
                 watch.enter(phase, step)
-                if stop := world.max(watch.should_stop())()[0]:
+                batches, problem = list[MicroBatch](), ""
+                try:
+                    batches = read_batches(corpus.dataset, spec, world, first, corpus.samples)
+                except DataError as error:
+                    problem = str(error)
+                stop, unread = world.max(watch.should_stop(), bool(problem))()
+                if stop:
                     return stop
-                batches = read_batches(corpus.dataset, spec, world, first, corpus.samples)
+                if unread:  # no reason to end a run that trains
+                    said = next(filter(None, world.to_rank_zero(problem)), "")
+                    if self.events is not None:
+                        self.events.event("warning", message=f"step {step} is not validated: {said}")
+                    return 0
                 stats = new_stats(config.num_hidden_layers, config.num_experts, world.device, dtype)
                 engine.pipeline.evaluate(batches, one, stats)
                 sums += torch.stack((stats.loss.double(), valid_tokens(batches, world)))
