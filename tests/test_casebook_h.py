@@ -55,6 +55,9 @@ class Samples:
     def require(self, samples: int) -> None:
         assert samples == len(self.valid)
 
+    def passes(self, first: int, last: int) -> list[dict[str, Any]]:
+        return []
+
     def batch(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         tokens, labels = (torch.stack(x) for x in zip(*(self._sample(first + i) for i in range(count)), strict=True))
         return tokens.numpy(), labels.numpy()
@@ -77,7 +80,7 @@ def logged_job(place: Place, fields: dict[str, Any], folder: Path, valid: Sequen
 
     spec = from_dict(fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "Dataset", lambda *args: Samples(spec, valid))
+        patch.setattr(train, "open_dataset", lambda spec: Samples(spec, valid))
         patch.setattr(train, "train_step", recording)
         train.run(spec, RunDir(folder), place, Watch(RunDir(folder), place.attempt, place.rank))
     return grads[0]

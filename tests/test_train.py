@@ -607,7 +607,7 @@ def test_a_skipped_step_loses_no_other(corpus: Path, tmp_path: Path, monkeypatch
     assert alone(spec, tmp_path) == Outcome(9, finished=True)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("interval", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_skipped_steps_are_told_and_too_many_in_a_row_end_the_run(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> None:
