@@ -194,14 +194,8 @@ def test_its_time_is_no_time_of_a_step(
     assert [*val_loss(tmp_path).values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        (1, 1, 1, 1),
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 2, 1, 1), (2, 1, 2, 1), (1, 1, 2, 2), (2, 2, 1, 1))),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2, 1, 1), (2, 1, 2, 1), (1, 1, 2, 2), (2, 2, 1, 1)], ids=str)
 def test_case_008_an_odd_corpus_on_any_mesh(
     pool: Pool, corpora: dict[str, Path], tmp_path: Path, mesh: tuple[int, int, int, int]
 ) -> None:
