@@ -30,7 +30,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from typing import Any, Literal
 
-from pithtrain import catalog, data, jobs, rundir, slurm, watch, worker
+from pithtrain import catalog, jobs, rundir, slurm, watch, worker
 from pithtrain.errors import DataError, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, show
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
@@ -138,6 +138,8 @@ def check(spec: RunSpec, by: Launcher, force: bool = False, resumed: bool = Fals
     """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start. Raises
     SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script. `force`:
     what we would refuse is a note, and Slurm and the ranks decide."""
+    from pithtrain import data  # and numpy, which most commands do without
+
     unfound: list[str] = []
     try:
         data.check(spec, resumed)
