@@ -75,16 +75,9 @@ def biases(masters: dict[str, np.ndarray]) -> np.ndarray:
     return np.stack([masters[BIAS.format(layer)] for layer in MOE])
 
 
-@pytest.mark.parametrize(
-    ("kind", "meshes"),
-    [
-        ("global_aux_loss", [(2, 1, 2)]),
-        *(
-            pytest.param(kind, [(2, 1, 2), (1, 2, 2), (2, 2, 1)], marks=pytest.mark.slow)
-            for kind in ("global_aux_loss", "seq_aux_loss", "aux_loss")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["global_aux_loss", "seq_aux_loss", "aux_loss"])
+@pytest.mark.parametrize("meshes", [[(2, 1, 2), (1, 2, 2), (2, 2, 1)]], ids=str)
 def test_case_050_nothing_of_balance_depends_on_the_mesh(
     pool: Pool, kind: str, meshes: list[tuple[int, int, int]]
 ) -> None:

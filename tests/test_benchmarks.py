@@ -265,6 +265,7 @@ def test_every_row_of_the_kernel_bench_compares_like_with_like(
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@pytest.mark.slow
 def test_tiles_are_told_best_first(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

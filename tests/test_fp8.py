@@ -749,6 +749,7 @@ def test_the_loss_falls_as_it_does_without(corpus: Path, tmp_path: Path) -> None
     assert max(abs(a / b - 1) for a, b in zip(found, want, strict=True)) < 0.12
 
 
+@pytest.mark.slow
 def test_a_run_turns_8_bits_on_and_off_at_a_resume(corpus: Path, tmp_path: Path) -> None:
     """Checkpoints know nothing of it: names and sizes are the same."""
     runs: dict[str, list[float]] = {}

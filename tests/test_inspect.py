@@ -199,6 +199,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return catalog.folder(folder, 1)
 
 
+@pytest.mark.slow
 def test_verify_finds_every_tensor_as_it_was_saved(saved: Path, tmp_path: Path) -> None:
     """Experts, which four ranks wrote in parts, have the norm of the whole."""
     done = pithtrain("inspect", saved, "--verify", "--json", cwd=tmp_path)

@@ -281,6 +281,7 @@ def test_moments_are_rounded_to_bf16_as_by_the_twin(first: int, update: int) -> 
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_an_update_by_the_kernel_is_that_of_the_optimizer(moments: str) -> None:
     """Three steps of a whole engine, the second one skipped: masters, moments and counters; the weights follow. A last
     bit of fp32 turns one rounding of some ten thousand."""

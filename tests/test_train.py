@@ -391,6 +391,7 @@ def test_thousands_of_wrong_names_are_told_by_their_pattern() -> None:
     assert str(error.value).splitlines()[1:] == ["  missing: model.layers.*.mlp.experts.*.up_proj (6144 of them)"]
 
 
+@pytest.mark.slow
 def test_case_114_an_end_waits_for_the_save_behind_it(
     pool: Pool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -607,7 +608,8 @@ def test_a_skipped_step_loses_no_other(corpus: Path, tmp_path: Path, monkeypatch
     assert alone(spec, tmp_path) == Outcome(9, finished=True)
 
 
-@pytest.mark.parametrize("interval", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.slow
 def test_skipped_steps_are_told_and_too_many_in_a_row_end_the_run(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> None:

@@ -287,6 +287,7 @@ def test_the_last_validation_is_owed_until_it_is_made(
     assert RunDir(tmp_path).done.exists() and RunDir(tmp_path).hf.exists()
 
 
+@pytest.mark.slow
 def test_a_late_validation_compiles_within_the_limit_of_a_first_step(
     pool: Pool, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
