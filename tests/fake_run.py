@@ -17,12 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-
 from pithtrain import rundir
-from pithtrain.corpus import EOS, write_corpus
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -116,15 +111,11 @@ def spec_file(folder: Path, name: str = "fake", ranks: int = 2) -> Path:
 @functools.cache
 def some_corpus() -> Path:
     """A corpus that nobody trains on; `submit` looks whether there is one."""
+    from test_data import make  # which wants pytest's path; other programs import this file without it
+
     folder = Path(tempfile.mkdtemp(prefix="corpus-"))
     atexit.register(shutil.rmtree, folder)
-    words = {f"w{i}": i for i in range(2, 100)}
-    tokenizer = Tokenizer(WordLevel({EOS: 0, "<unk>": 1, **words}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_corpus([" ".join(words)] * 10, folder / "tokens", folder / "tokenizer.json")
-    return folder / "tokens"
+    return make(folder / "made", [range(10, 100)] * 10) / "tokens"
 
 
 def make_run(

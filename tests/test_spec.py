@@ -283,6 +283,9 @@ def test_what_a_validation_needs(base: Path) -> None:
     ):
         problem = refused(base, *overrides)[path]
         assert said in problem.rule and (problem.hint or "form" in problem.rule), problem
+    for path, said in (("a/b{c}", "is no name of a loss"), ("corpus", "is trained on, in data.sources")):
+        found = refused(base, "validation.interval=2", f"validation.sources=[{{path: '{path}'}}]")
+        assert said in found["validation.sources.0.path"].rule and found["validation.sources.0.path"].hint
     assert refused(base, "validation.sources=[{pth: a}]")["validation.sources.0.pth"].hint.endswith("sources.path?")
     hint = refused(base, "validation.interval=7", "logging.interval=5", sources)["validation.interval"].hint
     assert hint == "nearest: 5 or 10"

@@ -271,13 +271,12 @@ def test_case_159_a_stop_is_heard_in_a_validation(pool: Pool, corpora: dict[str,
     assert val_loss(tmp_path / "stopped") == val_loss(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("asked", [5, 5 + 4 + 1])
+@pytest.mark.parametrize("stop_after", [5 + 4, 5 + 4 + 1])  # asked twice in each of two validations before
 def test_the_last_validation_is_owed_until_it_is_made(
-    pool: Pool, corpora: dict[str, Path], tmp_path: Path, asked: int
+    pool: Pool, corpora: dict[str, Path], tmp_path: Path, stop_after: int
 ) -> None:
     """A stop at the last step, or in its validation: all is trained and saved, and the run is not done without it."""
     spec = spec_of(corpora, training={"max_steps": 5}, checkpoint={"export_hf": "final"})
-    stop_after = asked if asked > 5 else 5 + 4  # asked twice in each of two validations before
     assert train(pool, spec, tmp_path, stop_after=stop_after) == Outcome(5, finished=False)
     assert [*val_loss(tmp_path)] == [2, 4] and not RunDir(tmp_path).done.exists()
     assert train(pool, spec, tmp_path, stop_after=1) == Outcome(5, finished=False), "asked in the first batch of it"

@@ -251,12 +251,12 @@ class HeldOut(NamedTuple):
 
 def open_dataset(spec: RunSpec) -> Dataset:
     """What a run trains on. Raises DataError."""
-    training = spec.training
-    return Dataset(spec.data, training.sequence_length, training.seed, spec.model.config.vocab_size, _corpora(spec))
+    return _open(spec, spec.data, spec.training.seed)
 
 
-def _corpora(spec: RunSpec) -> int:
-    return len(spec.data.sources) + len(spec.validation.sources)
+def _open(spec: RunSpec, data: DataSection, seed: int) -> Dataset:
+    corpora = len(spec.data.sources) + len(spec.validation.sources)
+    return Dataset(data, spec.training.sequence_length, seed, spec.model.config.vocab_size, corpora)
 
 
 def held_out(spec: RunSpec, fingerprint: str | None) -> list[HeldOut]:
@@ -268,8 +268,7 @@ def held_out(spec: RunSpec, fingerprint: str | None) -> list[HeldOut]:
         return found
     for source in spec.validation.sources:
         alone = {"sources": (DataSource(path=source.path),), "tokenizer": None, "shuffle": True, "repeat": True}
-        data = spec.data.model_copy(update=alone)
-        dataset = Dataset(data, training.sequence_length, 0, spec.model.config.vocab_size, _corpora(spec))
+        dataset = _open(spec, spec.data.model_copy(update=alone), 0)
         if fingerprint not in (None, dataset.fingerprint):
             raise DataError(
                 f"{source.path}: was made with another tokenizer (sha256 {dataset.fingerprint[:12]}) than the corpus "

@@ -75,12 +75,10 @@ def detail(run: RunDir, state: State) -> Iterable[Table | Text]:
             table.add_row(*_attempt_cells(row))
         yield table
     lines = [f"\ndirectory  {run.path}", *([f"W&B        {state.wandb}"] if state.wandb else [])]
-    validated = [row for row in rundir.read_lines(run.events) if row["event"] == "validated"]
-    for key, loss in validated[-1].items() if validated else ():
-        if key.startswith("val_loss/"):
-            lines.append(
-                f"held out   {key} {'not finite' if loss is None else f'{loss:.4f}'} at step {validated[-1]['step']}"
-            )
+    for row in [row for row in rundir.read_lines(run.events) if row["event"] == "validated"][-1:]:  # the newest
+        for key in (key for key in row if key.startswith("val_loss/")):
+            loss = "not finite" if row[key] is None else f"{row[key]:.4f}"
+            lines.append(f"held out   {key} {loss} at step {row['step']}")
     yield Text("\n".join(lines))
     commands = {"done": ["logs"], "failed": ["logs", "resume"], "lost": ["logs", "resume"]}
     commands |= {"running": ["logs", "save", "cancel"], "pending": ["resume", "cancel"], "held": ["resume", "cancel"]}

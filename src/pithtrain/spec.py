@@ -627,20 +627,26 @@ def _check_fp8_tokens(fp8: Fp8Section, training: TrainingSection, parallelism: P
         yield Problem("training.sequence_length", training.sequence_length, f"fp8.recipe: blockwise {rule}", hint)
 
 
+def _twice(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def _nearest(value: int, step: int) -> str:
+    """The multiples of `step` beside a value, in words."""
+    below = value - value % step
+    return f"nearest: {' or '.join(map(str, sorted({max(step, below), below + step})))}"
+
+
 def _check_data(data: DataSection) -> Problems:
     weights = [source.weight for source in data.sources]
     total = sum(Fraction(str(weight)) for weight in weights)  # as they are written: three tenths are 0.3
     if not weights:
         yield Problem("data.sources", [], "must hold a corpus", "give [{path: ...}]")
     elif total != 1:
-        hint = (
-            "leave it out"
-            if len(weights) == 1
-            else "give each corpus its share of the samples, as in 0.3334, 0.3333, 0.3333"
-        )
+        share = "give each corpus its share of the samples, as in 0.3334, 0.3333, 0.3333"
+        hint = "leave it out" if len(weights) == 1 else share
         yield Problem("data.sources", weights, f"the weights sum to {float(total):.12g}, not to 1", hint)
-    paths = [str(source.path) for source in data.sources]
-    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+    if twice := _twice([str(source.path) for source in data.sources]):
         yield Problem("data.sources", twice, "is given twice", "give it once, with the sum of the weights")
     if data.repeat and data.epochs != 1:
         rule = "has no effect with data.repeat: true, which takes as many passes as max_steps needs"
@@ -656,9 +662,8 @@ def _check_validation(validation: ValidationSection, logging: LoggingSection, da
                 yield Problem(f"{at}.{key}", value, rule, f"set {at}.interval, or leave it out")
         return
     if every % logging.interval:
-        near = sorted({max(1, every // logging.interval + n) * logging.interval for n in (0, 1)})
         rule = f"must be a multiple of logging.interval = {logging.interval}: its loss stands in the line of a step"
-        yield Problem(f"{at}.interval", every, rule, f"nearest: {' or '.join(map(str, near))}")
+        yield Problem(f"{at}.interval", every, rule, _nearest(every, logging.interval))
     if not names:
         yield Problem(f"{at}.sources", [], "must hold a corpus", "give [{path: ...}], or leave the section out")
     trained = {source.path for source in data.sources}
@@ -671,7 +676,7 @@ def _check_validation(validation: ValidationSection, logging: LoggingSection, da
         if source.path in trained:
             rule = "is trained on, in data.sources: its loss tells nothing of other text"
             yield Problem(f"{at}.sources.{number}.path", str(source.path), rule, "tokenize text that is left out there")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := _twice(names):
         rule = "must have a name each, and there is more than one"
         yield Problem(f"{at}.sources", names, f"{rule} {', '.join(twice)}", "give them [{path: ..., name: ...}]")
 
@@ -687,9 +692,8 @@ def _check_checkpoint(checkpoint: CheckpointSection) -> Problems:
         rule = "has no effect with interval: null, which saves at no multiple of anything"
         yield Problem(at, kept, rule, f"set checkpoint.interval, or {at} to null")
     elif kept % every:
-        near = sorted({max(every, kept - kept % every), kept - kept % every + every})
         rule = f"must be a multiple of checkpoint.interval = {every}, the steps that are saved"
-        yield Problem(at, kept, rule, f"nearest: {' or '.join(map(str, near))}")
+        yield Problem(at, kept, rule, _nearest(kept, every))
 
 
 def _check_host_memory(
@@ -837,15 +841,8 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype, _check_moments, _check_lr
     checks += _check_moe, _check_transport, _check_balance, _check_forced, _check_fp8, _check_fp8_tokens, _check_data
-    checks += (
-        _check_validation,
-        _check_checkpoint,
-        _check_beginning,
-        _check_host_memory,
-        _check_profiling,
-        _check_guards,
-    )
-    checks += _check_words, _check_slurm
+    checks += _check_validation, _check_checkpoint, _check_beginning, _check_host_memory
+    checks += _check_guards, _check_profiling, _check_words, _check_slurm
     for check in checks:
         needed = inspect.signature(check).parameters
         if needed.keys() <= parts.keys():
