@@ -90,6 +90,10 @@ def main() -> None:
         scalars = [torch.zeros(())] * 3
         options = (1e-3, (0.9, 0.95), 1e-8, 0.1, rounding_keys(0, "w"), 0)
         kernels.adamw(*state, torch.zeros(rows, dtype=BF16), *scalars, *options)
+        ahead = torch.zeros(rows, dtype=BF16)
+        kernels.look_ahead(state[1], state[3], ahead, *scalars, 0.95, rounding_keys(0, "w"), 0)
+    for dtype in (BF16, FP32):
+        kernels.move(state[0], ahead, torch.zeros(rows, dtype=dtype), scalars[0], 1e-3, 1.0, 0.1)
     out, lse, sinks = torch.zeros(2, 16, 8, 64, dtype=BF16), torch.zeros(2, 8, 16), torch.zeros(8)
     for acc, more in ((out.float(), out), (out, out), (out.float(), None), (out, None)):
         kernels.merge(acc, lse, more, sinks[:, None].expand_as(lse) if more is None else lse)
@@ -128,6 +132,7 @@ INNER = (
     "_gate_and_up_backward",
     "_ranks",
     "_amax",
+    "_bits",
     "_store",
     "_tile",
 )  # called by kernels, never launched

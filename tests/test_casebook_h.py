@@ -308,7 +308,7 @@ def decay_job(place: Place, fields: dict[str, Any]) -> tuple[Shards, list[str]]:
                 one.weight.add(lambda main, beta: main.zero_())
             norm = engine.zero.grad_norm()
             max_norm, counts_LE = spec.training.max_grad_norm, engine.counts_LE
-            engine.zero.update(engine.adam, spec.optimizer.lr, norm, max_norm, counts_LE, 0.0)
+            engine.zero.update(engine.optimizer, spec.optimizer.lr, norm, max_norm, counts_LE, 0.0)
         moved = [n for n, one in engine.zero.sharded.items() if one.exp_avg.any() or one.exp_avg_sq.any()]
         return shards(engine, lambda p: p.master), moved
 

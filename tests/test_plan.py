@@ -291,6 +291,8 @@ def test_bytes_are_what_zero_allocates() -> None:
     halved = plan(tiny(*one, "optimizer.moments_dtype=bfloat16"))
     assert halved.rank_bytes == (count * (4 + 4 + 8),) and halved.checkpoint_bytes == count * 8
     assert plan(tiny(*one, "training.device=auto")).rank_bytes == narrow.rank_bytes  # cuda is assumed
+    turned = sum(p.size for p in tiny().model.config.parameters() if p.layer is not None and len(p.shape) > 1)
+    assert plan(tiny(*one, "optimizer.type=muon")).checkpoint_bytes == count * 12 - turned * 4
 
     uneven = tiny("slurm.gpus_per_node=4", "parallelism={expert_parallel_size: 2}", "model.vocab_size=4097")
     split = plan(uneven)

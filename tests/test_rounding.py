@@ -138,7 +138,7 @@ def update_job(place: Place, fields: dict[str, Any], skip: int) -> list[Shards]:
         for step in range(4):
             fill(engine, step)
             norm = torch.tensor(float("nan") if step == skip else 8.0)
-            engine.zero.update(engine.adam, 1e-2, norm, 1.0, engine.counts_LE, 0.0)
+            engine.zero.update(engine.optimizer, 1e-2, norm, 1.0, engine.counts_LE, 0.0)
         return [shards(engine, lambda p, kind=kind: getattr(p, kind)) for kind in ("master", "exp_avg", "exp_avg_sq")]
 
 
@@ -169,7 +169,7 @@ def test_a_skipped_update_leaves_moments_alone_and_takes_no_random_bits() -> Non
                 before = {n: (p.exp_avg.clone(), p.exp_avg_sq.clone()) for n, p in engine.zero.sharded.items()}
                 fill(engine, step or 0)
                 norm = torch.tensor(float("nan") if step is None else 5.0)
-                engine.zero.update(engine.adam, 1e-2, norm, 1.0, engine.counts_LE, 0.0)
+                engine.zero.update(engine.optimizer, 1e-2, norm, 1.0, engine.counts_LE, 0.0)
                 for name, one in engine.zero.sharded.items():
                     same = torch.equal(one.exp_avg, before[name][0]) and torch.equal(one.exp_avg_sq, before[name][1])
                     assert same == (step is None), name
@@ -185,7 +185,7 @@ def test_an_update_takes_the_moments_before_they_are_rounded() -> None:
         for step in range(4):
             for engine in (wide, narrow):
                 fill(engine, step)
-                engine.zero.update(engine.adam, 1e-2, torch.tensor(0.5), 1.0, engine.counts_LE, 0.0)
+                engine.zero.update(engine.optimizer, 1e-2, torch.tensor(0.5), 1.0, engine.counts_LE, 0.0)
             for name, one in wide.zero.sharded.items():
                 mine = narrow.zero.sharded[name]
                 assert mine.exp_avg.dtype == mine.exp_avg_sq.dtype == torch.bfloat16

@@ -493,6 +493,23 @@ def test_fewer_steps_than_done_is_refused(corpus: Path, tmp_path: Path) -> None:
     assert alone(train_spec(corpus, training={"max_steps": 4}), tmp_path) == Outcome(4, finished=True)
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("adamw", "muon"), ("muon", "adamw")])
+def test_state_of_another_optimizer_is_refused_and_its_weights_are_taken(
+    corpus: Path, tmp_path: Path, theirs: str, ours: str
+) -> None:
+    alone(train_spec(corpus, training={"max_steps": 2}, optimizer={"type": theirs, "lr": 1e-3}), tmp_path / "a")
+    told = [row for row in rundir.read_lines(RunDir(tmp_path / "a").events) if row["event"] == "muon"]
+    assert len(told) == (theirs == "muon")
+    for row in told:
+        assert "model.layers.*.mlp.experts.gate_up_proj" in row["muon"]
+        assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= set(row["adamw"])
+    changes: dict[str, Any] = {"training": {"max_steps": 3}, "optimizer": {"type": ours, "lr": 1e-3}}
+    with pytest.raises(CheckpointError, match=f"saved with optimizer.type = {theirs}, this run's is {ours}"):
+        alone(train_spec(corpus, **changes), tmp_path / "a")
+    begun = train_spec(corpus, **changes, init_from=str(tmp_path / "a"))
+    assert alone(begun, tmp_path / "b") == Outcome(3, finished=True)
+
+
 def test_finished_run_does_nothing_more(corpus: Path, tmp_path: Path) -> None:
     spec = train_spec(corpus, training={"max_steps": 2})
     alone(spec, tmp_path)

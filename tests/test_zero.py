@@ -81,7 +81,7 @@ def test_decay_reaches_matrices_alone() -> None:
         engine = build(spec, world)
         for one in engine.zero.sharded.values():
             one.master.fill_(1.0)
-        engine.zero.update(engine.adam, 0.1, torch.zeros(()), 1.0, engine.counts_LE, 0.0)
+        engine.zero.update(engine.optimizer, 0.1, torch.zeros(()), 1.0, engine.counts_LE, 0.0)
         shrunk = {n for n, one in engine.zero.sharded.items() if (one.master != 1.0).any()}
     assert shrunk == {n for n in engine.zero.sharded if not n.endswith(("norm.weight", "layernorm.weight", ".bias"))}
     assert len(shrunk) < len(engine.zero.sharded)
@@ -98,7 +98,7 @@ def nan_job(place: Place, fields: dict[str, Any]) -> tuple[float, int, bool]:
         if place.rank == 1:
             next(one for one in engine.zero.sharded.values() if one.grad.numel()).grad.view(-1)[0] = float("nan")
         norm = engine.zero.grad_norm()
-        skipped = engine.zero.update(engine.adam, LR, norm, 1.0, engine.counts_LE, 0.0)
+        skipped = engine.zero.update(engine.optimizer, LR, norm, 1.0, engine.counts_LE, 0.0)
         same = all(torch.equal(one.master, old) for one, old in zip(engine.zero.sharded.values(), before, strict=True))
         return skipped.item(), engine.zero.updates, same
 

@@ -29,7 +29,7 @@ from pithtrain.plan import exchange_rows, partition
 from pithtrain.spec import RunSpec
 from pithtrain.tape import Head, Stage, Traffic
 from pithtrain.world import World
-from pithtrain.zero import AdamW, Zero
+from pithtrain.zero import Optimizer, Zero
 
 # the names that every model gives to the three parameters outside its layers
 EMBEDDING = "model.embed_tokens.weight"
@@ -53,7 +53,7 @@ class Engine:
     world: World
     zero: Zero
     pipeline: Pipeline
-    adam: AdamW
+    optimizer: Optimizer
     dtype: torch.dtype
     layers: tuple[int, ...]
     counts_LE: Tensor
@@ -88,7 +88,9 @@ def build(spec: RunSpec, world: World) -> Engine:
     held = tuple(layer for stage in stages for layer in layers[stage])
     table = [info for info in config.parameters() if info.layer in held or (info.layer is None and world.pp == 0)]
     tied = EMBEDDING if config.tie_word_embeddings else None
-    zero = Zero(table, world, dtype, tied, spec.optimizer.moments_dtype == "bfloat16", spec.training.seed)
+    keys = spec.optimizer
+    muon = keys.type == "muon"
+    zero = Zero(table, world, dtype, tied, keys.moments_dtype == "bfloat16", spec.training.seed, muon)
     initialise(zero, spec.training.seed)
     if spec.fp8.enabled:
         for one in zero.sharded.values():
@@ -104,8 +106,8 @@ def build(spec: RunSpec, world: World) -> Engine:
     if not spec.data.document_mask:
         part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)
     pipeline = Pipeline(world, (built[0], built[1]), traffic, _hidden(spec), dtype, spec.num_micro_batches, part)
-    adam = AdamW(spec.optimizer.betas, spec.optimizer.eps, spec.optimizer.weight_decay)
-    return Engine(world, zero, pipeline, adam, dtype, held, counts_LE, transport)
+    optimizer = Optimizer(keys.betas, keys.eps, keys.weight_decay, keys.momentum)
+    return Engine(world, zero, pipeline, optimizer, dtype, held, counts_LE, transport)
 
 
 def choose_transport(spec: RunSpec, world: World) -> Transport:

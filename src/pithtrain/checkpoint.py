@@ -4,9 +4,10 @@
         checkpoint.json     written last: position, model, mesh, each tensor's shape, norm and sum, each file's size
         .metadata *.distcp  torch.distributed.checkpoint
 
-All ranks put their shards of master, exp_avg and exp_avg_sq (a master alone where there is no gradient), as DTensors of
-the whole shape, into `step-00000100.partial`; rank 0 then adds checkpoint.json and one rename makes the checkpoint
-visible. Loading cuts the same whole tensors another way, so any mesh loads any other. Weights are the masters, rounded.
+All ranks put their shards of master, exp_avg and exp_avg_sq (no exp_avg_sq of what Muon moves, a master alone where
+there is no gradient), as DTensors of the whole shape, into `step-00000100.partial`; rank 0 then adds checkpoint.json
+and one rename makes the checkpoint visible. Loading cuts the same whole tensors another way, so any mesh loads any
+other. Weights are the masters, rounded.
 
 A save in its order, where `async_save` moves the last part behind the next steps:
 
@@ -282,20 +283,15 @@ def _require_files(partial: Path) -> list[str]:
     return list(ends)
 
 
-def shapes(table: Iterable[Parameter]) -> dict[str, tuple[int, ...]]:
+def shapes(table: Iterable[Parameter], muon: bool) -> dict[str, tuple[int, ...]]:
     """{key: stored shape} of a full checkpoint of a model."""
-    return {f"{kind}/{info.name}": info.stored_shape for info in table for kind in KINDS if _has(info, kind)}
-
-
-def _has(info: Parameter, kind: str) -> bool:
-    """A parameter without gradient has no moments."""
-    return kind == "master" or info.trained
+    return {f"{kind}/{info.name}": info.stored_shape for info in table for kind in KINDS[: 1 + info.moments(muon)]}
 
 
 def _shards(zero: Zero, kinds: Sequence[str] = KINDS) -> Shards:
     for name, one in zero.sharded.items():
-        for kind in kinds:
-            if _has(one.info, kind):
+        for kind in KINDS[: 1 + one.moments]:
+            if kind in kinds:
                 yield f"{kind}/{name}", one, getattr(one, kind)
 
 

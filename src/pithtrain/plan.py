@@ -16,9 +16,10 @@ layers on 8 ranks.
 
 **Bytes.** What is held from the first step to the last, exactly as `zero` allocates it: whole weights in the compute
 type, with `fp8.enabled` 2 bytes a parameter more for a weight's 8-bit forms, whole main gradients, a shard of masters
-and two moments (these in `optimizer.moments_dtype`). Where experts may be reached by copy engines, the buffers of that
-for the worst case beside it (`exchange_rows`, `ops/symmetric`). And, about, what forwards keep for their backwards, at
-the step's fullest moment, when rank r holds 2P - r micro-batches of its first stage and r + 1 of its second. A layer
+and two moments, one where Muon moves (these in `optimizer.moments_dtype`). Where experts may be reached by copy
+engines, the buffers of that for the worst case beside it (`exchange_rows`, `ops/symmetric`). And, about, what forwards
+keep for their backwards, at the step's fullest moment, when rank r holds 2P - r micro-batches of its first stage and
+r + 1 of its second. A layer
 keeps of each token of the rank (its chunks alone, with cp)
 
     none        four times H; what each linear gives, or takes where it gives H; k slots of H and of gate and up
@@ -115,7 +116,7 @@ class Plan:
     tokens_per_rank: int  # of a micro-batch: with cp, this rank's chunks of its sequences
     rank_weight_bytes: tuple[int, ...]
     rank_gradient_bytes: tuple[int, ...]
-    rank_optimizer_bytes: tuple[int, ...]  # masters and two moments, sharded
+    rank_optimizer_bytes: tuple[int, ...]  # masters and moments, sharded
     communication_ms: dict[str, float]  # of a rank's step before overlap, uniform routing; empty without slurm.links
     exchange_bytes: int  # of buffers that peers write into, on each rank, if moe.transport is symmetric in the end
     rank_activation_bytes: tuple[int, ...]  # about, and not in rank_bytes
@@ -306,11 +307,10 @@ def plan(spec: RunSpec, document_length: float | None = None) -> Plan:
         shards = mesh.dp * mesh.cp * (1 if expert else mesh.ep)
         padded = size // rows * math.ceil(rows / shards) * shards  # buffers hold whole shards
         held[rank] += size
-        trained = parameter.trained  # else neither main gradient nor moments
         weights[rank] += padded * (wide if parameter.fp32 else narrow)
         weights[rank] += 2 * size * (spec.fp8.enabled and parameter.fp8)
-        gradients[rank] += padded * wide * trained
-        optimizer[rank] += padded // shards * (wide + 2 * moment * trained)
+        gradients[rank] += padded * wide * parameter.trained
+        optimizer[rank] += padded // shards * (wide + moment * parameter.moments(spec.optimizer.type == "muon"))
     cut = [stages[rank] + stages[-1 - rank] for rank in range(mesh.pp)]
     rows, row_bytes = exchange_rows(spec)
     mode = spec.activation_checkpoint.mode

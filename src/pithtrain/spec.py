@@ -146,13 +146,18 @@ class TrainingSection(Strict):
 class OptimizerSection(Strict):
     """The update."""
 
-    type: Literal["adamw", "muon"] = _later("adamw", "muon: matrices only, the rest stays adamw")
+    type: Literal["adamw", "muon"] = _key(
+        "adamw",
+        "muon: the matrices of layers, experts' and routers' too, move along their momentum made orthogonal, as far as "
+        "adamw would at this lr, for one moment each instead of two; embedding, head and vectors stay adamw's",
+    )
     lr: float = Field(gt=0, description="peak learning rate")
     betas: tuple[Beta, Beta] = _key((0.9, 0.95), "decay of the first and the second moment", strict=False)
     eps: float = _key(1e-8, "added to the root of the second moment; fp32 has none much smaller", ge=1e-30)
     weight_decay: Coefficient = _key(0.1, "per step and unit of lr, on matrices only")
+    momentum: Beta = _key(0.95, "muon: decay of its moment; Nesterov's")
     moments_dtype: Literal["float32", "bfloat16"] = _key(
-        "float32", "of both moments; bfloat16: 4 bytes per parameter less, rounded stochastically"
+        "float32", "of the moments; bfloat16: 4 bytes per parameter less (muon: 2), rounded stochastically"
     )
 
 
@@ -520,7 +525,11 @@ def _check_dtype(training: TrainingSection) -> Problems:
         yield Problem("training.compute_dtype", "float64", rule, "set training.device=cpu")
 
 
-def _check_moments(training: TrainingSection, optimizer: OptimizerSection) -> Problems:
+def _check_optimizer(training: TrainingSection, optimizer: OptimizerSection) -> Problems:
+    momentum, default = optimizer.momentum, OptimizerSection.model_fields["momentum"].default
+    if optimizer.type == "adamw" and momentum != default:
+        rule = "has no effect with type: adamw, whose first moment decays by betas"
+        yield Problem("optimizer.momentum", momentum, rule, f"set optimizer.type=muon, or this to {default}")
     if training.compute_dtype == "float64" and optimizer.moments_dtype == "bfloat16":
         rule = "would make a proof of 8 digits: training.compute_dtype is float64, whose moments are float64 too"
         yield Problem("optimizer.moments_dtype", "bfloat16", rule, "set it to float32, or compute in float32")
@@ -707,8 +716,9 @@ def _check_host_memory(
     if slurm.mem.strip("KMGT") == "0" or (training.device == "cpu" and not checkpoint.async_save):
         return
     have = int(slurm.mem.rstrip("KMGT")) * 1024 ** (" KMGT".find(slurm.mem[-1]) if slurm.mem[-1] in "KMGT" else 2)
-    per_parameter = 12 if optimizer.moments_dtype == "float32" else 8
-    need = per_parameter * sum(parameter.size for parameter in model.config.parameters()) / slurm.nodes
+    moment = 4 if optimizer.moments_dtype == "float32" else 2
+    state = (p.size * (4 + moment * p.moments(optimizer.type == "muon")) for p in model.config.parameters())
+    need = sum(state) / slurm.nodes
     if need > have:
         gib = need / 2**30
         rule = f"is less than the {gib:.1f} GiB of each node that a checkpoint is copied to before it is written"
@@ -839,7 +849,7 @@ def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], 
 
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
-    checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype, _check_moments, _check_lr
+    checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype, _check_optimizer, _check_lr
     checks += _check_moe, _check_transport, _check_balance, _check_forced, _check_fp8, _check_fp8_tokens, _check_data
     checks += _check_validation, _check_checkpoint, _check_beginning, _check_host_memory
     checks += _check_guards, _check_profiling, _check_words, _check_slurm

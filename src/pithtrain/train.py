@@ -6,7 +6,7 @@
             forwards and backwards (pipeline; gradients are reduced as their buckets fill)
             expert load of the global batch, gradient norm over all ranks
             selection biases one step against that load
-            clip and AdamW on the shards; all-gather the new weights (each layer waits for its own)
+            clip and AdamW or Muon on the shards; all-gather the new weights (each layer waits for its own)
 
 A step reads nothing back from the device but the row counts of each MoE layer where ep > 1 (`ops/dispatch`); the host
 looks at loss and norm when it logs or saves. Position is two numbers, steps
@@ -246,6 +246,11 @@ def _tell_start(job: Job, engine: Engine, step: int) -> None:
     kinds = [(re.sub(r"\.\d+\.", ".*.", p.name), p) for p in spec.model.config.parameters()]
     decayed, kept = (sorted({name for name, p in kinds if p.decay == decays}) for decays in (True, False))
     job.tell("weight_decay", value=spec.optimizer.weight_decay, decayed=decayed, kept=kept)
+    if spec.optimizer.type == "muon":
+        moved, rest = (
+            sorted({n for n, p in kinds if p.trained and (p.moments(True) == 1) == own}) for own in (True, False)
+        )
+        job.tell("muon", momentum=spec.optimizer.momentum, muon=moved, adamw=rest)
     if spec.fp8.enabled:
         quantized, kept = (sorted({name for name, p in kinds if p.fp8 == narrow}) for narrow in (True, False))
         job.tell("fp8", recipe=spec.fp8.recipe, quantized=quantized, kept=kept)
@@ -382,7 +387,7 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
     counts_LE = all_reduce_sum(stats.counts_LE.clone(), world.dense_group)  # integers: alike on every mesh
     # NaN if a router's logits were not finite, which gradients need not show, or if nothing is to be learnt
     norm = zero.grad_norm(torch.where(empty, math.nan, 0 * stats.z_L.sum()))
-    skipped = zero.update(engine.adam, lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate)
+    skipped = zero.update(engine.optimizer, lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate)
     engine.counts_LE.copy_(torch.where(skipped > 0, engine.counts_LE, counts_LE))
     return StepResult(stats, norm.where(~empty, 0.0), skipped * ~empty, empty)
 
@@ -441,7 +446,14 @@ def _resume(job: Job, engine: Engine, about: dict[str, Any]) -> Position:
         if content["kind"] != "full":
             raise CheckpointError(f"{path} holds weights alone, no optimizer state: name it as init_from")
         have = {key: one["shape"] for key, one in content["tensors"].items()}
-        catalog.check_tensors(path, have, checkpoint.shapes(spec.model.config.parameters()))
+        table, ours = spec.model.config.parameters(), spec.optimizer.type
+        if have.keys() == checkpoint.shapes(table, muon=ours == "adamw").keys():
+            theirs = "muon" if ours == "adamw" else "adamw"
+            raise CheckpointError(
+                f"{path} was saved with optimizer.type = {theirs}, this run's is {ours}, which keeps other moments; "
+                "resume with the one it was saved with, or begin a run with its weights (init_from)"
+            )
+        catalog.check_tensors(path, have, checkpoint.shapes(table, muon=ours == "muon"))
         if content["step"] > spec.training.max_steps:
             raise CheckpointError(
                 f"{path} is at step {content['step']}, beyond training.max_steps = {spec.training.max_steps}; "

@@ -129,6 +129,12 @@ def all_gather(part: Tensor, whole: Tensor, group: Group) -> dist.Work | None:
     return None if group is None else _all_gather(whole, part, group=group, async_op=True)
 
 
+def all_to_all(sent: Tensor, to: Sequence[int], received: Tensor, of: Sequence[int], group: Group) -> dist.Work | None:
+    """Start sending to[r] numbers of `sent` to each rank r of the group, and receiving of[r] from it, in rank order."""
+    assert group is not None, "alone, there is nobody to send to"
+    return dist.all_to_all_single(received, sent, [*of], [*to], group=group, async_op=True)
+
+
 @contextmanager
 def connect(place: Place, mesh: Mesh, device_type: str, timeouts: DistributedSection) -> Iterator[World]:
     """Join the job and leave it at the end. `device_type`: "cpu" (gloo) or "cuda" (NCCL; one process per GPU). Raises

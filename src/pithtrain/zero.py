@@ -5,7 +5,8 @@ shard of master, first and second moment (12P / n; 8P / n with moments in bf16, 
 
     last W of a bucket  -> reduce-scatter of its main gradients, while other chunks still compute
     all buckets         -> norm: one all-reduce of one scalar; shards are disjoint, so each parameter counts once
-    update              -> fused AdamW on the shards; clip and skip are device tensors, no host synchronisation
+    update              -> fused AdamW on the shards; clip and skip are device tensors, no host synchronisation;
+                           with Muon the matrices of layers are turned first (`ops/muon`)
     all-gather          -> new weights, layer by layer in forward order; a layer waits for its own (`Zero.arrived`)
 
 Layout: a parameter of `rows` (experts: [E * out, in]) is cut along dim 0 into chunks of ceil(rows / n), which is
@@ -14,11 +15,17 @@ collectives need no packing. Worked example, 10 rows on n = 4: chunks of 3, shar
 
 Gradients are *summed*; the loss carried 1 / (valid tokens of the global batch), and nothing else scales them.
 
+Muon's direction is one of whole matrices, of which a shard may hold a part. Where chunks end between matrices, as those
+of many experts do, each rank turns its own. Else a parameter has an owner in its group, the same at every step and
+so chosen that all have as much to do: one all-to-all brings a layer's momentum there in compute dtype, one takes the
+directions back. The next layer's momentum travels while this one's is turned. Which way it goes changes no value.
+
 A parameter of update "load" (a router's selection bias) has a master and a weight alone; `update` moves it by the
 expert load of the whole global batch.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,19 +35,47 @@ from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from pithtrain.models.contract import Parameter
+from pithtrain.ops import muon
 from pithtrain.ops.linear import Weight, accumulate_dtype
 from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.router import bias_step
-from pithtrain.world import World, all_gather, reduce_scatter
+from pithtrain.world import World, all_gather, all_to_all, reduce_scatter
+
+TURNED = 1 << 26  # numbers that are turned at once: what that takes beside them is as much again, several times
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW (Loshchilov & Hutter, Decoupled Weight Decay Regularization), decay on matrices only; and Muon, with the
+    same decay, for the parameters that `Zero` gives it."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update of all parameters is made with: device scalars but for the rate. `updates` counts this one,
+    `clip` divides gradients, and where `skipped` is 1 nothing changes."""
+
+    optimizer: Optimizer
+    lr: float
+    updates: Tensor
+    clip: Tensor
+    skipped: Tensor
+    by_kernel: bool
 
 
 class Sharded:
     """One parameter on this rank: whole weight and main gradient, and this rank's shard of everything else. Without
-    gradient (update "load") main gradient and moments have no rows."""
+    gradient (update "load") main gradient and moments have no rows; nor has the second moment of what Muon moves."""
 
-    def __init__(self, info: Parameter, world: World, dtype: torch.dtype, moments: torch.dtype, seed: int):
+    def __init__(self, info: Parameter, world: World, dtype: torch.dtype, moments: torch.dtype, seed: int, muon: bool):
         """Allocates; every value is zero until `build` initialises the master or a checkpoint is loaded."""
-        self.info = info
+        self.info, self.dtype = info, dtype
+        self.moments = info.moments(muon)
         self.group = world.expert_group if info.kind == "expert" else world.dense_group
         self.parts = 1 if self.group is None else self.group.size()
         self.part = 0 if self.group is None else dist.get_rank(self.group)
@@ -62,7 +97,7 @@ class Sharded:
         self._masters = torch.zeros(self.shard_rows, *flat[1:], dtype=wide, device=device)
         self.master = self._masters[:own]
         self.exp_avg = torch.zeros_like(self.master if trained else self.master[:0], dtype=moments)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg if self.moments == 2 else self.exp_avg[:0])
         self._keys = rounding_keys(seed, info.name)
         self._first = self.first_row * (self._data.numel() // len(self._data))  # index of this shard's first element
 
@@ -74,36 +109,93 @@ class Sharded:
         """This rank's shard of the main gradient, summed over the group once `reduce` has been waited for."""
         return self._own(self._grad)[: self.master.shape[0]]
 
-    def adamw(self, adam: "AdamW", lr: float, updates: Tensor, clip: Tensor, skipped: Tensor, by_kernel: bool) -> None:
-        """The update of the shard; `updates` counts this one, `clip` divides the gradient. By the kernel, which writes
-        this rank's rows of the weight too, one pass: 16 bytes a parameter read, 12 and the weight written; 4 less each
-        way with moments in bf16."""
+    def adamw(self, now: Update) -> None:
+        """The update of the shard. By the kernel, which writes this rank's rows of the weight too, one pass: 16 bytes a
+        parameter read, 12 and the weight written; 4 less each way with moments in bf16."""
+        adam = now.optimizer
         decay = adam.weight_decay if self.info.decay else 0.0
         kept = self.exp_avg, self.exp_avg_sq
-        if by_kernel:
+        if now.by_kernel:
             from pithtrain.ops import kernels
 
             kernels.adamw(
                 *(self.master, *kept, self.grad, self._own(self._data)),
-                *(updates, clip, skipped, lr, adam.betas, adam.eps, decay, self._keys, self._first),
+                *(now.updates, now.clip, now.skipped, now.lr, adam.betas, adam.eps, decay, self._keys, self._first),
             )
             return
         wide = kept[0].to(self.master.dtype), kept[1].to(self.master.dtype)  # themselves, unless in bf16
         adamw(
-            *([self.master], [self.grad], [wide[0]], [wide[1]], [], [updates - 1]),
+            *([self.master], [self.grad], [wide[0]], [wide[1]], [], [now.updates - 1]),
             fused=True,
-            grad_scale=clip,
-            found_inf=skipped,
+            grad_scale=now.clip,
+            found_inf=now.skipped,
             amsgrad=False,
             beta1=adam.betas[0],
             beta2=adam.betas[1],
-            lr=lr,
+            lr=now.lr,
             weight_decay=decay,
             eps=adam.eps,
             maximize=False,
         )
         if wide[0] is not kept[0]:  # what was not changed comes back as it was
-            store_moments(kept, wide, self._keys, updates, self._first)
+            store_moments(kept, wide, self._keys, now.updates, self._first)
+
+    @property
+    def by_muon(self) -> bool:
+        return self.moments == 1
+
+    @property
+    def cut(self) -> bool:
+        """Whether shards hold parts of matrices."""
+        return self.parts > 1 and self.shard_rows % self.info.matrix_rows != 0
+
+    @property
+    def chunk(self) -> torch.Size:
+        """Shape of every rank's shard with its pad rows."""
+        return self._masters.shape
+
+    def look_ahead(self, now: Update, rows: slice) -> Tensor:
+        """One step of the momentum, for some rows of the shard; -> Nesterov's, in compute dtype: where it will be after
+        the next one if the gradient stays. By the kernel 8 bytes a parameter read, 6 written."""
+        kept, grad, momentum = self.exp_avg[rows], self.grad[rows], now.optimizer.momentum
+        first = self._first + rows.start * math.prod(self.chunk[1:])
+        if now.by_kernel:
+            from pithtrain.ops import kernels
+
+            ahead, scalars = torch.empty_like(grad, dtype=self.dtype), (now.updates, now.clip, now.skipped)
+            kernels.look_ahead(kept, grad, ahead, *scalars, momentum, self._keys, first)
+            return ahead
+        grad = torch.where(now.skipped > 0, 0.0, grad / now.clip)  # NaN times nothing is NaN
+        wide = kept.to(grad.dtype)  # itself, unless in bf16
+        wide.lerp_(grad, ((1 - momentum) * (1 - now.skipped)).to(grad.dtype))
+        if wide is not kept:
+            store_moments([kept], [wide], self._keys, now.updates, first)
+        return grad.lerp_(wide, momentum).to(self.dtype)
+
+    def turn(self, ahead: Tensor) -> Tensor:
+        """Whole matrices, rows one above the other, to their directions."""
+        return muon.orthogonalize(ahead.view(-1, self.info.matrix_rows, ahead.shape[1])).view(ahead.shape)
+
+    def move(self, direction: Tensor, now: Update, rows: slice) -> None:
+        """Decay these rows of the master, then move them along, as far as AdamW would. By the kernel, which writes the
+        weight too, 6 bytes a parameter read, 4 and the weight written."""
+        master, decay = self.master[rows], now.optimizer.weight_decay
+        length = muon.SCALE * max(self.info.matrix_rows, self.chunk[1]) ** 0.5
+        if now.by_kernel:
+            from pithtrain.ops import kernels
+
+            kernels.move(master, direction, self._own(self._data)[rows], now.skipped, now.lr, length, decay)
+            return
+        lr = (now.lr * (1 - now.skipped)).to(master.dtype)
+        master *= 1 - decay * lr
+        master.addcmul_(direction.to(master.dtype), lr, value=-length)
+
+    def turn_own(self, now: Update) -> None:
+        """The update where this rank has whole matrices, some at a time."""
+        rows = max(1, TURNED // (self.info.matrix_rows * self.chunk[1])) * self.info.matrix_rows
+        for first in range(0, len(self.master), rows):
+            part = slice(first, min(first + rows, len(self.master)))
+            self.move(self.turn(self.look_ahead(now, part)), now, part)
 
     def reduce(self) -> dist.Work | None:
         """Start the sum over the group, in place: this rank's chunk of the main gradient receives it."""
@@ -149,13 +241,63 @@ class Bucket:
         _wait(works)
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Loshchilov & Hutter, Decoupled Weight Decay Regularization; decay on matrices only."""
+class Exchange:
+    """Brings parameters that a group holds in chunks of rows to one owner each, and back."""
 
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    def __init__(self, members: Sequence[Sharded], owners: Sequence[int]):
+        """`owners`: a rank of the members' group for each of them."""
+        self._group, self._parts = members[0].group, members[0].parts
+        placed = sorted(zip(owners, range(len(members)), strict=True))
+        self.members = [members[i] for _, i in placed]
+        self._sizes = [math.prod(one.chunk) for one in self.members]
+        self._own = [one for one, (owner, _) in zip(self.members, placed, strict=True) if owner == one.part]
+        to = [0] * self._parts
+        for (owner, _), size in zip(placed, self._sizes, strict=True):
+            to[owner] += size
+        self._to, self._from = to, [to[members[0].part]] * self._parts
+
+    def start(self, shards: Sequence[Tensor]) -> None:
+        """Send this rank's rows of each of `members`, in their order."""
+        self._home = shards[0].new_zeros(sum(self._sizes))  # pad rows too
+        for part, shard in zip(self._home.split(self._sizes), shards, strict=True):
+            part[: shard.numel()] = shard.flatten()
+        self._away = self._home.new_empty(sum(self._from))
+        self._work = all_to_all(self._home, self._to, self._away, self._from, self._group)
+
+    def turn(self) -> None:
+        """Turn what this rank owns, and send it back."""
+        _wait([self._work])
+        by_rank, at = self._away.view(self._parts, -1), 0
+        for one in self._own:
+            part = by_rank[:, at : at + math.prod(one.chunk)]
+            whole = part.reshape(-1, *one.chunk[1:])
+            whole[: one.rows] = one.turn(whole[: one.rows])
+            part.copy_(whole.view(part.shape))
+            at += part.shape[1]
+        self._work = all_to_all(self._away, self._from, self._home, self._to, self._group)
+
+    def arrived(self) -> Iterator[tuple[Sharded, Tensor]]:
+        """Every member, and the direction of this rank's rows of it."""
+        _wait([self._work])
+        for one, part in zip(self.members, self._home.split(self._sizes), strict=True):
+            yield one, part.view(one.chunk)[: len(one.master)]
+
+
+def share_out(cut: Sequence[Sharded]) -> dict[str, int]:
+    """{name: owner in its group}, so that the ranks of a group have as much to turn; alike on all of them."""
+    work: dict[str, list[float]] = {}
+    owners: dict[str, int] = {}
+    for one in sorted(cut, key=_cost, reverse=True):
+        done = work.setdefault(one.info.kind, [0.0] * one.parts)
+        owners[one.info.name] = done.index(min(done))
+        done[owners[one.info.name]] += _cost(one)
+    return owners
+
+
+def _cost(one: Sharded) -> float:
+    """Of turning a parameter, in products."""
+    out, width = one.info.matrix_rows, one.chunk[1]
+    return one.rows // out * min(out, width) ** 2 * (2 * max(out, width) + min(out, width))
 
 
 class Zero:
@@ -169,11 +311,13 @@ class Zero:
         tied: str | None,
         bf16_moments: bool,
         seed: int,
+        muon: bool,
     ):
         """`table`: the parameters of this rank's stages. `tied`: the name of the embedding that is also the head, which
-        gets two gradients per micro-batch. `seed`: of the rounding of `bf16_moments`."""
+        gets two gradients per micro-batch. `seed`: of the rounding of `bf16_moments`. `muon`: of the matrices of
+        layers."""
         moments = torch.bfloat16 if bf16_moments else accumulate_dtype(dtype)
-        self.sharded = {info.name: Sharded(info, world, dtype, moments, seed) for info in table}
+        self.sharded = {info.name: Sharded(info, world, dtype, moments, seed, muon) for info in table}
         self._world = world
         groups: dict[tuple[int | None, str], list[Sharded]] = {}
         self._trained = [one for one in self.sharded.values() if one.info.trained]
@@ -188,6 +332,13 @@ class Zero:
         for one in self.sharded.values():
             self._units.setdefault(one.info.name if one.info.layer is None else one.info.layer, []).append(one)
         self._coming: dict[int | str, Sequence[dist.Work | None]] = {}
+        owners = share_out([one for one in self._trained if one.by_muon and one.cut])
+        self._exchanges: dict[int | str, list[Exchange]] = {}
+        for unit, members in self._units.items():
+            kinds = (
+                [one for one in members if one.info.name in owners and one.info.kind == k] for k in ("dense", "expert")
+            )
+            self._exchanges[unit] = [Exchange(cut, [owners[one.info.name] for one in cut]) for cut in kinds if cut]
         self._updates = torch.zeros((), dtype=torch.float32, device=world.device)
         self._kernels = world.device.type == "cuda" and dtype == torch.bfloat16
 
@@ -224,26 +375,43 @@ class Zero:
         return self._world.sum(total + flaw).sqrt()
 
     def update(
-        self, adam: AdamW, lr: float, norm: Tensor, max_norm: float | None, counts_LE: Tensor, bias_rate: float
+        self, optimizer: Optimizer, lr: float, norm: Tensor, max_norm: float | None, counts_LE: Tensor, bias_rate: float
     ) -> Tensor:
-        """One AdamW step with clip by the global norm, and one of the selection biases by `bias_rate` against
-        `counts_LE`, slots per expert in the whole global batch by global layer index; both skipped on every rank if the
-        norm is not finite. Starts the all-gather of the new weights. -> 1.0 where skipped, a device scalar."""
+        """One step of the optimizer with clip by the global norm, and one of the selection biases by `bias_rate`
+        against `counts_LE`, slots per expert in the whole global batch by global layer index; both skipped on every
+        rank if the norm is not finite. Starts the all-gather of the new weights. -> 1.0 where skipped, a device
+        scalar."""
         skipped = norm.isfinite().logical_not().to(torch.float32)
         clip = (norm / max_norm).clamp(min=1.0) if max_norm is not None else torch.ones_like(norm)
         clip = clip.to(torch.float32)
         self._updates += 1 - skipped
+        now = Update(optimizer, lr, self._updates, clip, skipped, self._kernels)
         self.wait_for_weights()
-        for unit, members in self._units.items():
-            for one in members:
-                if one.info.trained:
-                    one.adamw(adam, lr, self._updates, clip, skipped, self._kernels)
-                else:
+        units = [*self._units]
+        self._send_momentum(units[0], now)
+        for unit, following in zip(units, [*units[1:], None], strict=True):
+            if following is not None:
+                self._send_momentum(following, now)
+            for exchange in self._exchanges[unit]:
+                exchange.turn()
+            for one in self._units[unit]:
+                if one.moments == 2:
+                    one.adamw(now)
+                elif one.moments == 1 and not one.cut:
+                    one.turn_own(now)
+                elif one.moments == 0:
                     assert one.info.layer is not None, one.info.name
                     step_E = bias_step(counts_LE[one.info.layer], bias_rate) * (1 - skipped)
                     one.master += step_E[one.first_row :][: len(one.master)]
+            for one, direction in (pair for exchange in self._exchanges[unit] for pair in exchange.arrived()):
+                one.move(direction, now, slice(0, len(one.master)))
             self._publish(unit, written=self._kernels)
         return skipped
+
+    def _send_momentum(self, unit: int | str, now: Update) -> None:
+        """Take a step of the momentum of matrices that are cut, and start it to their owners."""
+        for exchange in self._exchanges[unit]:
+            exchange.start([one.look_ahead(now, slice(0, len(one.master))) for one in exchange.members])
 
     @property
     def updates(self) -> int:
@@ -263,7 +431,7 @@ class Zero:
             self._publish(unit, written=False)
 
     def _publish(self, unit: int | str, written: bool) -> None:
-        """`written`: AdamW's kernel has written the weights of this rank that it trains."""
+        """`written`: kernels have written the weights of this rank that it trains."""
         self._coming[unit] = [one.publish(written and one.info.trained) for one in self._units[unit]]
 
 

@@ -55,6 +55,7 @@ class Parameter:
     std: float = 0.0  # of the normal; 0 otherwise
     update: Literal["gradient", "load"] = "gradient"  # load: no gradient; a selection bias that follows expert load
     exact: bool = False  # multiplied in compute dtype whatever the run's `fp8` says
+    parts: int = 1  # matrices that lie one above the other: gate and up
 
     @property
     def kind(self) -> Literal["dense", "expert"]:
@@ -82,6 +83,16 @@ class Parameter:
         return self.layer is not None and len(self.shape) > 1 and not self.fp32 and not self.exact
 
     @property
+    def matrix_rows(self) -> int:
+        """Rows of each of the matrices that a parameter holds in its stored shape, such as one expert's gate."""
+        return self.shape[-2] // self.parts if self.decay else 0
+
+    def moments(self, muon: bool) -> int:
+        """How many an optimizer keeps of it. `muon`: one of each matrix of a layer, where AdamW has two; embedding and
+        head are tables of words and stay AdamW's."""
+        return 0 if not self.trained else 1 if muon and self.decay and self.layer is not None else 2
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in a checkpoint and in the optimizer: experts are rows, [E * out, in]."""
         return (self.shape[0] * self.shape[1], *self.shape[2:]) if self.kind == "expert" else self.shape
@@ -106,9 +117,9 @@ class HfTensor:
     mxfp4: bool = False  # a file may hold NAME_blocks and NAME_scales, [E, out, in] in 4 bits: read, never written
 
 
-def matrix(name: str, shape: tuple[int, ...], *, fp32: bool = False, exact: bool = False) -> Parameter:
+def matrix(name: str, shape: tuple[int, ...], *, fp32: bool = False, exact: bool = False, parts: int = 1) -> Parameter:
     """A row for a matrix; one with `.experts.` in its name is the experts' own, stacked."""
-    return Parameter(name, shape, "normal", fp32, exact=exact)
+    return Parameter(name, shape, "normal", fp32, exact=exact, parts=parts)
 
 
 def vector(name: str, shape: tuple[int, ...], init: Literal["ones", "zeros"]) -> Parameter:
@@ -134,8 +145,8 @@ def mlp(name: str, hidden: int, width: int, *, bias: bool = False) -> Iterator[P
 def experts(name: str, count: int, hidden: int, width: int, *, bias: bool = False) -> Iterator[Parameter]:
     """Rows of E routed SwiGLU experts of width I: NAME.gate_up_proj [E, 2I, H], gate rows before those of up, and
     NAME.down_proj [E, H, I]; with `bias` one for each expert and either product."""
-    for part, (out, into) in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
-        yield matrix(f"{name}.{part}_proj", (count, out, into))
+    for part, parts, (out, into) in (("gate_up", 2, (2 * width, hidden)), ("down", 1, (hidden, width))):
+        yield matrix(f"{name}.{part}_proj", (count, out, into), parts=parts)
         if bias:
             yield vector(f"{name}.{part}_proj_bias", (count, out), "zeros")
 

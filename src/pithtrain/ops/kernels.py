@@ -405,7 +405,7 @@ def add_grouped_sum(
     )
 
 
-# ---- AdamW (zero) ----------------------------------------------------------------------------------------------------
+# ---- AdamW and Muon (zero) -------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -422,6 +422,14 @@ def _round_to_bf16(x, bits):
     raw = x.to(tl.int32, bitcast=True)
     finite = (raw & 0x7F800000) != 0x7F800000
     return tl.where(finite, (raw + bits.to(tl.int32)) & -0x10000, raw).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(index, done, low_key, high_key, BLOCK: constexpr):
+    """32 random ones for each element, as `rounding.store_moments` draws them."""
+    update = tl.zeros([BLOCK], tl.uint32) + done.to(tl.uint32)
+    high = (index >> 32).to(tl.uint32) + _mix(update ^ high_key.to(tl.uint32))
+    return _mix(_mix(index.to(tl.uint32) ^ low_key.to(tl.uint32)) ^ _mix(high))
 
 
 @triton.jit(do_not_specialize=["low_key", "high_key", "first"])
@@ -462,10 +470,7 @@ def _adamw(
         p -= lr / correction1 * m / (tl.sqrt(v / correction2) + eps)
         tl.store(master + at, p, mask=keep)
         if ROUND:
-            index = first + at
-            update = tl.zeros([BLOCK], tl.uint32) + done.to(tl.uint32)
-            high = (index >> 32).to(tl.uint32) + _mix(update ^ high_key.to(tl.uint32))
-            bits = _mix(_mix(index.to(tl.uint32) ^ low_key.to(tl.uint32)) ^ _mix(high))
+            bits = _bits(first + at, done, low_key, high_key, BLOCK)
             m = _round_to_bf16(m, bits & 0xFFFF)
             v = _round_to_bf16(v, bits >> 16)
         tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=keep)
@@ -497,9 +502,75 @@ def adamw(
         _adamw[(triton.cdiv(size, 1024),)](
             *(master, exp_avg, exp_avg_sq, grad, weight, step, clip, skipped),
             *(size, lr, *betas, eps, decay),
-            *(key - 2**32 if key >= 2**31 else key for key in keys),  # always int32: one kernel for all parameters
-            *(first, exp_avg.dtype == torch.bfloat16, 1024),
+            *(*_as_int32(keys), first, exp_avg.dtype == torch.bfloat16, 1024),
         )
+
+
+def _as_int32(keys: tuple[int, int]) -> list[int]:
+    """Always this type: one kernel for all parameters."""
+    return [key - 2**32 if key >= 2**31 else key for key in keys]
+
+
+@triton.jit(do_not_specialize=["low_key", "high_key", "first"])
+def _look_ahead(
+    exp_avg, grad, ahead, step, clip, skipped, size, momentum, low_key, high_key, first,
+    ROUND: constexpr, BLOCK: constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = at < size
+    m = tl.load(exp_avg + at, mask=keep, other=0.0).to(tl.float32)
+    if tl.load(skipped) == 0:
+        g = tl.load(grad + at, mask=keep, other=0.0) / tl.load(clip)
+        m += (1 - momentum) * (g - m)
+        u = g + momentum * (m - g)
+        if ROUND:
+            m = _round_to_bf16(m, _bits(first + at, tl.load(step), low_key, high_key, BLOCK) & 0xFFFF)
+        tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=keep)
+        tl.store(ahead + at, u.to(ahead.dtype.element_ty), mask=keep)
+    else:
+        tl.store(ahead + at, m.to(ahead.dtype.element_ty), mask=keep)
+
+
+def look_ahead(
+    exp_avg: Tensor,
+    grad: Tensor,
+    ahead: Tensor,
+    step: Tensor,
+    clip: Tensor,
+    skipped: Tensor,
+    momentum: float,
+    keys: tuple[int, int] = (0, 0),
+    first: int = 0,
+) -> None:
+    """One step of Muon's momentum in place, and Nesterov's look ahead, rounded, into `ahead`; the arguments as in
+    `adamw`. Where `skipped` the momentum stays, and what is ahead is nothing to go by."""
+    if size := grad.numel():
+        _look_ahead[(triton.cdiv(size, 1024),)](
+            *(exp_avg, grad, ahead, step, clip, skipped, size, momentum),
+            *(*_as_int32(keys), first, exp_avg.dtype == torch.bfloat16, 1024),
+        )
+
+
+@triton.jit
+def _move(master, direction, weight, skipped, size, lr, length, decay, BLOCK: constexpr):
+    if tl.load(skipped) == 0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        keep = at < size
+        p = tl.load(master + at, mask=keep, other=0.0)
+        p -= lr * decay * p
+        p -= lr * length * tl.load(direction + at, mask=keep, other=0.0).to(tl.float32)
+        tl.store(master + at, p, mask=keep)
+        tl.store(weight + at, p.to(weight.dtype.element_ty), mask=keep)
+
+
+def move(
+    master: Tensor, direction: Tensor, weight: Tensor, skipped: Tensor, lr: float, length: float, decay: float
+) -> None:
+    """`master` decayed by lr x `decay` and moved by lr x `length` against `direction`; `weight` receives it, rounded.
+    All contiguous."""
+    if size := master.numel():
+        assert direction.is_contiguous() and direction.shape == master.shape
+        _move[(triton.cdiv(size, 1024),)](master, direction, weight, skipped, size, lr, length, decay, 1024)
 
 
 # ---- blocks of attention (ring) --------------------------------------------------------------------------------------

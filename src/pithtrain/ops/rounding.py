@@ -15,6 +15,8 @@ moment that should rest strays by 1.6 % around its mean at beta2 = 0.999, by 0.3
 This is the plain twin; on CUDA `kernels.adamw` rounds while it updates, the same bits.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,17 +30,17 @@ def rounding_keys(seed: int, name: str) -> tuple[int, int]:
 
 
 def store_moments(
-    moments: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], keys: tuple[int, int], update: Tensor, first: int
+    moments: Sequence[Tensor], values: Sequence[Tensor], keys: tuple[int, int], update: Tensor, first: int
 ) -> None:
-    """Write fp32 `values` into the bf16 `moments`, both contiguous. `update`: a device scalar; `first`: the global
-    index of the first element. Some 40 pointwise passes, in blocks of 4 M elements."""
+    """Write fp32 `values` into the bf16 `moments`, one or two of each, contiguous. `update`: a device scalar; `first`:
+    the global index of the first element. Some 40 pointwise passes, in blocks of 4 M elements."""
     step_key = mix(update.to(torch.int64) ^ keys[1])
-    (out, out_sq), (value, value_sq) = ([x.view(-1) for x in pair] for pair in (moments, values))
-    for start in range(0, len(out), BLOCK):
+    for start in range(0, moments[0].numel(), BLOCK):
         block = slice(start, start + BLOCK)
-        bits = hash32(torch.arange(len(out[block]), device=out.device) + (first + start), keys[0], step_key)
-        out[block] = round_to_bf16(value[block], bits & 0xFFFF)
-        out_sq[block] = round_to_bf16(value_sq[block], bits >> 16)
+        places = torch.arange(start, min(start + BLOCK, moments[0].numel()), device=moments[0].device) + first
+        bits = hash32(places, keys[0], step_key)
+        for out, value, own in zip(moments, values, (bits & 0xFFFF, bits >> 16), strict=False):
+            out.view(-1)[block] = round_to_bf16(value.view(-1)[block], own)
 
 
 def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
