@@ -402,6 +402,7 @@ def test_mesh_ranks_are_a_bijection_with_ep_innermost() -> None:
         (["data.sources=[{path: a, weight: 0.7}, {path: a, weight: 0.3}]"], "data.sources", "given twice"),
         (["data.sources=[{path: a, weight: 0}, {path: b}]"], "data.sources.0.weight", "greater than 0"),
         (["guards.max_consecutive_skips=3"], "guards.max_consecutive_skips", "no effect with non_finite: stop"),
+        (["guards.loss_spike_sigma=0"], "guards.loss_spike_sigma", "greater than 0"),
         (["optimizer.momentum=0.9"], "optimizer.momentum", "no effect with type: adamw"),
         (["data.repeat=true", "data.epochs=2"], "data.epochs", "no effect with data.repeat: true"),
         (["checkpoint={interval: 5, keep_interval: 10}"], "checkpoint.keep_interval", "which keeps every checkpoint"),
@@ -626,7 +627,7 @@ def test_bf16_moments_need_a_third_less_host_memory(base: Path) -> None:
 
 def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
     """Each key exists, is left at its off value by the base, and takes no other."""
-    keys = {"guards.loss_spike_sigma", "compile.mode", "distributed.flight_recorder"}
+    keys = {"distributed.flight_recorder"}
     other = {bool: "true", float: "0.5", int: "2", str: "x"}
     tried = 0
     for path in sorted(keys):
@@ -641,7 +642,7 @@ def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
             problem = refused(base, f"{path}={value}")[path]
             assert problem.rule == "is not implemented yet" and problem.hint.startswith("use ")
             tried += 1
-    assert tried >= 4
+    assert tried >= 1
 
 
 def test_copy_engines_are_asked_for_only_where_they_can_be(base: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from harness import ALONE, MODEL, Pool, batches_of, make_spec, play, single
+from pithtrain import build as build_module
 from pithtrain import catalog, checkpoint, rundir
+from pithtrain import train as train_module
 from pithtrain.build import build
 from pithtrain.errors import CheckpointError, DataError, NotFiniteError, RunFailed
 from pithtrain.events import Events
@@ -27,7 +30,7 @@ from pithtrain.rundir import RunDir
 from pithtrain.spec import LrSchedulerSection, RunSpec, from_dict
 from pithtrain.train import Outcome, _attention_flops, learning_rate, run
 from pithtrain.watch import Phase, Watch
-from pithtrain.world import Place
+from pithtrain.world import Place, World
 from pithtrain.zero import Zero
 from test_checkpoint import flip
 from test_data import make
@@ -657,6 +660,77 @@ def test_skipped_steps_are_told_and_too_many_in_a_row_end_the_run(
     message = rf"up to {found}; .* step {found} is saved\. guards.max_consecutive_skips is 3: lower optimizer.lr"
     with pytest.raises(NotFiniteError, match=message):
         alone(spec, tmp_path / "many")
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)])
+def test_a_loss_that_stands_out_makes_no_update(
+    pool: Pool, corpus: Path, tmp_path: Path, mesh: tuple[int, int, int]
+) -> None:
+    """Step 9 has other labels. It is noticed by a run that began before it and by one that was stopped before it alike,
+    and changes nothing; without the guard it is trained on."""
+    changes: dict[str, Any] = {"guards": {"loss_spike_sigma": 6.0}, "lr_scheduler": {"type": "constant"}}
+    spec = train_spec(corpus, *mesh, training={"max_steps": 12}, optimizer={"lr": 1e-2}, **changes)
+    found = {}
+    for name, changes, stops in (("straight", {}, [None]), ("stopped", {}, [7, None]), ("off", {"guards": {}}, [None])):
+        one = from_dict({**spec.model_dump(mode="json"), **changes})
+        make_run(tmp_path / name)
+        for stop in stops:
+            pool.run(spec.world_size, spiked_job, one.model_dump(mode="json"), tmp_path / name, stop)
+        told = [row["message"] for row in events(tmp_path / name, "warning") if "stood out" in row["message"]]
+        marker = catalog.read(catalog.folder(RunDir(tmp_path / name).checkpoints, 12))
+        found[name] = told, marker["updates"], numbers(tmp_path / name)
+        assert (marker.get("recent_losses") is None) == (name == "off")
+    told = "the loss stood out at step 9, and at 1 of the steps up to 9; those updates were left out, as "
+    assert found["straight"][:2] == ([f"{told}guards.loss_spike_sigma = 6 has it"], 11)
+    assert found["stopped"] == found["straight"] and found["off"][:2] == ([], 12)
+    assert found["off"][2][:9] == found["straight"][2][:9] and found["off"][2][9] != found["straight"][2][9]
+
+
+def spiked_job(place: Place, fields: dict[str, Any], folder: Path, stop_after: int | None) -> None:
+    """A token that no text has is every label of step 9."""
+    spec = from_dict(fields)
+    original = train_module.read_batches
+
+    def other_labels(dataset: Any, spec: RunSpec, world: World, first: int) -> list[MicroBatch]:
+        batches = original(dataset, spec, world, first)
+        if first == 8 * spec.training.global_batch_size:
+            return [replace(one, labels=None if one.labels is None else one.labels * 0 + 3) for one in batches]
+        return batches
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "RECENT", 8)
+        patch.setattr(train_module, "read_batches", other_labels)
+        run(spec, RunDir(folder), place, StopsAfter(RunDir(folder), place, stop_after))
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss", "stands"),
+    [
+        ([2.0, 2.2, 1.8, 2.0], 3.1, True),
+        ([2.0, 2.2, 1.8, 2.0], 2.9, False),  # 0.163 x 6 above 2
+        ([2.0, 2.2, 1.8], 9.0, False),  # too few are known
+        ([2.0, 2.2, 1.8, 2.0], 0.1, False),
+        ([2.0, 2.2, 1.8, 2.0], math.nan, False),
+        ([], 2.0, False),
+    ],
+)
+def test_what_stands_out(losses: list[float], loss: float, stands: bool) -> None:
+    recent = torch.tensor([math.nan] * (8 - len(losses)) + losses, dtype=torch.float64)
+    assert bool(train_module.stands_out(torch.tensor(loss, dtype=torch.float64), recent, 6.0)) == stands
+
+
+def test_too_many_losses_that_stand_out_end_the_run(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever non_finite says; the state is saved without those updates."""
+    monkeypatch.setattr(train_module, "stands_out", lambda loss, losses, sigma: torch.tensor(True))
+    guards = {"loss_spike_sigma": 6.0, "max_consecutive_skips": 3}
+    spec = train_spec(corpus, training={"max_steps": 9}, guards=guards)
+    with pytest.raises(
+        NotFiniteError, match=r"stood out at step 3, .* step 3 is saved\. guards.max_consecutive_skips is 3"
+    ):
+        alone(spec, tmp_path)
+    assert catalog.read(catalog.folder(RunDir(tmp_path).checkpoints, 3))["updates"] == 0
 
 
 def test_ids_beyond_the_vocabulary_are_refused(corpus: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from pithtrain.zero import Optimizer, Zero
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+RECENT = 128  # steps whose losses say what a spike is
 COMPILED_GRAPHS = 64  # of all regions of a run: kinds of layers, times two with and without gradients
 
 
@@ -48,7 +49,9 @@ class Transport(NamedTuple):
 @dataclass(frozen=True)
 class Engine:
     """One rank's part of the run. `dtype` is the compute dtype, `layers` are those of its two stages. counts_LE int64:
-    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks."""
+    slots per expert in the global batch of the last step that was not skipped, zeros for layers of other ranks.
+    losses fp64 [RECENT]: of the last steps that were not skipped, newest last, NaN where there was none; kept with
+    `guards.loss_spike_sigma`."""
 
     world: World
     zero: Zero
@@ -57,6 +60,7 @@ class Engine:
     dtype: torch.dtype
     layers: tuple[int, ...]
     counts_LE: Tensor
+    losses: Tensor
     transport: Transport
 
 
@@ -107,7 +111,8 @@ def build(spec: RunSpec, world: World) -> Engine:
         part = Part(training.micro_batch_size, training.sequence_length, world.device, cp, world.cp)
     pipeline = Pipeline(world, (built[0], built[1]), traffic, _hidden(spec), dtype, spec.num_micro_batches, part)
     optimizer = Optimizer(keys.betas, keys.eps, keys.weight_decay, keys.momentum)
-    return Engine(world, zero, pipeline, optimizer, dtype, held, counts_LE, transport)
+    losses = torch.full((RECENT,), torch.nan, dtype=torch.float64, device=world.device)
+    return Engine(world, zero, pipeline, optimizer, dtype, held, counts_LE, losses, transport)
 
 
 def choose_transport(spec: RunSpec, world: World) -> Transport:

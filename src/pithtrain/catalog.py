@@ -61,6 +61,7 @@ class Marker(TypedDict):
     tokenizer_path: str | None
     data: dict[str, Any] | None
     expert_counts: NotRequired[list[list[int]] | None]
+    recent_losses: NotRequired[list[float] | None]
     mesh: dict[str, int] | None
     torch: str
     saved_at: int

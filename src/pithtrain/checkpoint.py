@@ -141,14 +141,19 @@ class Saver:
             raise self._error
         return self._saved is not None and self._thread is not None and self._thread.is_alive()
 
-    def save(self, position: Position, expert_counts: list[list[int]] | None = None) -> None:
+    def save(
+        self,
+        position: Position,
+        expert_counts: list[list[int]] | None = None,
+        recent_losses: list[float] | None = None,
+    ) -> None:
         """Begin a checkpoint; `wait` ends it, and must have ended the one before. A synchronous one is on the disk, or
-        has failed, when this returns. The shards may be changed as soon as it does. `expert_counts`: for the marker."""
+        has failed, when this returns. The shards may be changed as soon as it does. The last two: for the marker."""
         assert self._saved is None, "one save at a time"
         begin = time.perf_counter()
         final = catalog.folder(self._checkpoints, position.step)
         mesh, sums = asdict(self._world.mesh), add_up(summarise(_shards(self._zero)), self._world)
-        about = {**self._about, "expert_counts": expert_counts}
+        about = {**self._about, "expert_counts": expert_counts, "recent_losses": recent_losses}
         content = _marker("full", position, self._zero.updates, mesh, about, sums)
         shards = {key: shard for key, _, shard in _shards(self._zero)}
         if self._staged:

@@ -414,7 +414,7 @@ def import_hf(
     tokenizer = source.absolute() / TOKENIZER
     sha = _sha256(tokenizer)
     about = {"run": out.name, "spec_hash": None, "model": model.model_dump(mode="json"), "tokenizer": sha, "data": None}
-    about |= {"tokenizer_path": None if sha is None else str(tokenizer), "expert_counts": None}
+    about |= {"tokenizer_path": None if sha is None else str(tokenizer), "expert_counts": None, "recent_losses": None}
     return checkpoint.write_weights(out, {name: info.stored_shape for name, info in table.items()}, make, about)
 
 

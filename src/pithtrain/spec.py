@@ -208,7 +208,6 @@ class CompileSection(Strict):
     """torch.compile of the regions between communication edges."""
 
     enabled: bool = _key(False, "costs a minute or two at the first step")
-    mode: Literal["default", "reduce-overhead", "max-autotune"] = _later("default", "torch's modes")
 
 
 class ActivationCheckpointSection(Strict):
@@ -315,8 +314,15 @@ class GuardsSection(Strict):
         "what a NaN or infinite gradient norm or router does beside leaving that update out. stop: saves and ends the "
         "run with the next line; skip: goes on and warns",
     )
-    loss_spike_sigma: float | None = _later(None, "standard deviations; null: no guard", gt=0)
-    max_consecutive_skips: Positive = _key(10, "with non_finite: skip, updates left out in a row that end the run too")
+    loss_spike_sigma: float | None = _key(
+        None,
+        "a step whose loss lies more than so many standard deviations above the mean of the 128 before it, of 64 at "
+        "least, makes no update, and the run warns; 6 is usual. null: every finite loss is trained on",
+        gt=0,
+    )
+    max_consecutive_skips: Positive = _key(
+        10, "with non_finite: skip or loss_spike_sigma, updates left out in a row that end the run too"
+    )
 
 
 class ProfilingSection(Strict):
@@ -734,9 +740,10 @@ def _check_beginning(init_from: Path | None, resume: str) -> Problems:
 
 def _check_guards(guards: GuardsSection) -> Problems:
     most, off = guards.max_consecutive_skips, GuardsSection.model_fields["max_consecutive_skips"].default
-    if guards.non_finite == "stop" and most != off:
-        rule = "has no effect with non_finite: stop, which stops at the first"
-        yield Problem("guards.max_consecutive_skips", most, rule, f"set guards.non_finite=skip, or this to {off}")
+    if guards.non_finite == "stop" and guards.loss_spike_sigma is None and most != off:
+        rule = "has no effect with non_finite: stop and without loss_spike_sigma: nothing is left out then and gone on"
+        hint = f"set guards.non_finite=skip or guards.loss_spike_sigma=6, or this to {off}"
+        yield Problem("guards.max_consecutive_skips", most, rule, hint)
 
 
 def _check_profiling(profiling: ProfilingSection, training: TrainingSection, slurm: SlurmSection) -> Problems:

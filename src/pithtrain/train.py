@@ -4,7 +4,7 @@
     loop    read a batch -> step -> agree to stop or save -> log -> save -> validate
     step    count the valid tokens of the global batch
             forwards and backwards (pipeline; gradients are reduced as their buckets fill)
-            expert load of the global batch, gradient norm over all ranks
+            expert load of the global batch, gradient norm over all ranks, and whether the loss stands out
             selection biases one step against that load
             clip and AdamW or Muon on the shards; all-gather the new weights (each layer waits for its own)
 
@@ -72,6 +72,7 @@ class StepResult:
     stats: Stats
     norm: Tensor
     skipped: Tensor  # 1 where the norm was not finite
+    spiked: Tensor  # whether the loss stood out: then nothing is trained either
     empty: Tensor  # whether no token of the global batch had a label: then nothing is trained
 
 
@@ -153,7 +154,7 @@ def _run(job: Job) -> Outcome:
             job.tell("data", **read)
 
     z_L = torch.zeros(spec.model.config.num_hidden_layers, dtype=accumulate_dtype(engine.dtype), device=world.device)
-    meter = _Meter(torch.zeros(5, device=world.device), z_L)
+    meter = _Meter(torch.zeros(7, device=world.device), z_L)
     keys = spec.checkpoint
     saver = Saver(
         *(job.run_dir.checkpoints, engine.zero, world, about),
@@ -293,7 +294,8 @@ class _Saves:
                 self._settle()  # the one before
                 watch.enter("save", position.step)  # the limit is that of one save
                 self.requested = self.requested or requested
-                self.saver.save(position, counts)
+                losses = self.engine.losses[self.engine.losses.isfinite()].tolist()
+                self.saver.save(position, counts, losses if spec.guards.loss_spike_sigma else None)
                 if last or not self.saver.asynchronous:
                     self._settle()
                 return
@@ -387,9 +389,26 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
     counts_LE = all_reduce_sum(stats.counts_LE.clone(), world.dense_group)  # integers: alike on every mesh
     # NaN if a router's logits were not finite, which gradients need not show, or if nothing is to be learnt
     norm = zero.grad_norm(torch.where(empty, math.nan, 0 * stats.z_L.sum()))
-    skipped = zero.update(engine.optimizer, lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate)
-    engine.counts_LE.copy_(torch.where(skipped > 0, engine.counts_LE, counts_LE))
-    return StepResult(stats, norm.where(~empty, 0.0), skipped * ~empty, empty)
+    spiked, loss = torch.zeros_like(empty), None
+    if spec.guards.loss_spike_sigma is not None:
+        loss = world.sum(stats.loss.to(torch.float64, copy=True))
+        spiked = norm.isfinite() & stands_out(loss, engine.losses, spec.guards.loss_spike_sigma)
+    rates = lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate
+    skipped = zero.update(engine.optimizer, *rates, leave_out=spiked) > 0
+    engine.counts_LE.copy_(torch.where(skipped, engine.counts_LE, counts_LE))
+    if loss is not None:
+        engine.losses.copy_(torch.where(skipped, engine.losses, torch.cat((engine.losses[1:], loss.view(1)))))
+    return StepResult(stats, norm.where(~empty, 0.0), skipped & ~spiked & ~empty, spiked, empty)
+
+
+def stands_out(loss: Tensor, losses: Tensor, sigma: float) -> Tensor:
+    """Whether a loss lies more than `sigma` standard deviations above the mean of `losses` (NaN: not known yet), of
+    which half must be known; all on the device."""
+    known = losses.isfinite()
+    count = known.sum()
+    mean = losses.where(known, 0.0).sum() / count
+    deviation = ((losses - mean).where(known, 0.0).square().sum() / (count - 1)).sqrt()
+    return (count >= len(losses) // 2) & (loss > mean + sigma * deviation)
 
 
 def loss_scale(batches: list[MicroBatch], engine: Engine) -> Tensor:
@@ -475,6 +494,8 @@ def _resume(job: Job, engine: Engine, about: dict[str, Any]) -> Position:
         if counts := content.get("expert_counts"):
             own = [[n * (layer in engine.layers) for n in row] for layer, row in enumerate(counts)]
             engine.counts_LE.copy_(torch.tensor(own))
+        if losses := (content.get("recent_losses") or [])[-len(engine.losses) :]:
+            engine.losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)
         job.tell("resumed", step=position.step, path=str(path))
         saved, kept = checkpoint.moments_dtype(content), spec.optimizer.moments_dtype
         if saved != kept and "bfloat16" in (saved, kept):
@@ -513,9 +534,10 @@ def _about(spec: RunSpec, run_dir: RunDir, dataset: Dataset | None) -> dict[str,
 
 @dataclass
 class _Meter:
-    """What adds up between two lines: clocks, on the host, and `skips`, on the device: how many updates were left out,
-    the first such step, with the z of its routers on this rank, and the steps without a label; then, over the lines,
-    how many updates in a row up to now, and at most. `attention_flops`: per token, of each step, on rank 0."""
+    """What adds up between two lines: clocks, on the host, and `skips`, on the device: how many updates were left out
+    since the norm was not finite and the first such step, with the z of its routers on this rank; the same where the
+    loss stood out; the steps without a label; then, over the lines, how many updates in a row were left out up to now,
+    and at most. `attention_flops`: per token, of each step, on rank 0."""
 
     skips: Tensor
     z_L: Tensor
@@ -535,35 +557,45 @@ class _Meter:
 
     def stepped(self, step: int, result: StepResult) -> None:
         self.steps += 1
-        count, first, empty, row, longest = self.skips
-        is_first = (result.skipped > 0) & (count == 0)
-        row = (row + result.skipped) * result.skipped
-        since = count + result.skipped, torch.where(is_first, step, first), empty + result.empty
-        self.skips = torch.stack((*since, row, torch.maximum(row, longest)))
+        count, first, spikes, first_spike, empty, row, longest = self.skips
+        is_first = result.skipped & (count == 0)
+        is_first_spike = result.spiked & (spikes == 0)
+        not_finite = count + result.skipped, torch.where(is_first, step, first)
+        stood_out = spikes + result.spiked, torch.where(is_first_spike, step, first_spike)
+        left_out = result.skipped | result.spiked
+        row = (row + left_out) * left_out
+        self.skips = torch.stack((*not_finite, *stood_out, empty + result.empty, row, torch.maximum(row, longest)))
         self.z_L = torch.where(is_first, result.stats.z_L, self.z_L)
 
 
 def _guard(job: Job, meter: _Meter, step: int) -> NotFiniteError | None:
     """What was left out since the last look, told; and, where `guards` do not let it pass, the error that ends the run
     once the state is saved. Waits for the device; a collective of all ranks where an update was left out."""
-    spec, world = job.spec, job.world
-    count, first, empty, _, longest = meter.skips.tolist()
-    meter.skips[:3] = 0
+    spec, world, guards = job.spec, job.world, job.spec.guards
+    count, first, spikes, first_spike, empty, _, longest = meter.skips.tolist()
+    meter.skips[:5] = 0
     if empty:
         job.warn(f"no token had a label in {empty:.0f} of the steps up to {step}: those updates were left out")
-    if not count:
+    found, rules = [], []
+    if count:
+        where = (
+            f"at step {first:.0f}{_first_bad_router(meter.z_L, world)}, and at {count:.0f} of the steps up to {step}"
+        )
+        found.append(f"the gradient norm was not finite {where}")
+        rules.append("guards.non_finite = skip")
+    if spikes:
+        rules.append(f"guards.loss_spike_sigma = {guards.loss_spike_sigma:g}")
+        found.append(f"the loss stood out at step {first_spike:.0f}, and at {spikes:.0f} of the steps up to {step}")
+    if not found:
         return None
-    told = (
-        f"the gradient norm was not finite at step {first:.0f}{_first_bad_router(meter.z_L, world)}, and "
-        f"at {count:.0f} of the steps up to {step}; those updates were left out"
-    )
-    most = spec.guards.max_consecutive_skips
-    if spec.guards.non_finite == "skip" and longest < most:
-        job.warn(f"{told}, as guards.non_finite = skip has it")
+    told = f"{'; '.join(found)}; those updates were left out"
+    most, stops = guards.max_consecutive_skips, count > 0 and guards.non_finite == "stop"
+    if not stops and longest < most:
+        job.warn(f"{told}, as {' and '.join(rules)} has it")
         return None
     forced = spec.moe.force_load_balance
     kept, then = (NOTHING_SAVED, "start again") if forced else (f"step {step} is saved", "resume")
-    rule = "non_finite is 'stop'" if spec.guards.non_finite == "stop" else f"max_consecutive_skips is {most}"
+    rule = "non_finite is 'stop'" if stops else f"max_consecutive_skips is {most}"
     advice = f"lower optimizer.lr or look at the data of that step, then {then}"
     return NotFiniteError(f"{told} and {kept}. guards.{rule}: {advice}")
 

@@ -375,13 +375,20 @@ class Zero:
         return self._world.sum(total + flaw).sqrt()
 
     def update(
-        self, optimizer: Optimizer, lr: float, norm: Tensor, max_norm: float | None, counts_LE: Tensor, bias_rate: float
+        self,
+        optimizer: Optimizer,
+        lr: float,
+        norm: Tensor,
+        max_norm: float | None,
+        counts_LE: Tensor,
+        bias_rate: float,
+        leave_out: Tensor | bool = False,
     ) -> Tensor:
         """One step of the optimizer with clip by the global norm, and one of the selection biases by `bias_rate`
         against `counts_LE`, slots per expert in the whole global batch by global layer index; both skipped on every
-        rank if the norm is not finite. Starts the all-gather of the new weights. -> 1.0 where skipped, a device
-        scalar."""
-        skipped = norm.isfinite().logical_not().to(torch.float32)
+        rank if the norm is not finite, or to `leave_out`. Starts the all-gather of the new weights. -> 1.0 where
+        skipped, a device scalar."""
+        skipped = (norm.isfinite().logical_not() | leave_out).to(torch.float32)
         clip = (norm / max_norm).clamp(min=1.0) if max_norm is not None else torch.ones_like(norm)
         clip = clip.to(torch.float32)
         self._updates += 1 - skipped
