@@ -60,6 +60,7 @@ from pithtrain import pipeline
 from pithtrain.build import build, device_type
 from pithtrain.errors import PithtrainError
 from pithtrain.models.contract import flops_per_token, head_flops
+from pithtrain.ops import muon
 from pithtrain.pipeline import MicroBatch
 from pithtrain.spec import RunSpec, from_dict, load
 from pithtrain.tape import RunClosures, overlap, run_backward, run_forward
@@ -259,7 +260,7 @@ def floor_ms(spec: RunSpec) -> dict[str, float]:
     dense, grouped, head   6 FLOPs per weight and token, forward and backward
     attention              a forward, and 2.5 times its FLOPs backward, which computes the scores once more
     optimizer              30 bytes a parameter, 22 with bf16 moments: master and moments read and written, gradient
-                           read, weight written
+                           read, weight written; and what Muon multiplies
     pointwise, in bf16     per slot of a routed expert of width I: 6 H (gathers and sums, forward and back) + 11 I
                            (activation 3, its gradient 5, the activation once more 3); per token: 5 times the input of
                            each norm and the output of each matrix (read and written; back two read, one written)
@@ -276,13 +277,20 @@ def floor_ms(spec: RunSpec) -> dict[str, float]:
     forward = sum(config.attention_flops(layer, s) for layer in layers) / 3
     moved = 2 * slots * sum(6 * hidden + 11 * width for width in widths)
     moved += 10 * (sum(p.shape[0] for p in matrices) + 2 * hidden * len(layers))
+    by_muon, bytes_of = spec.optimizer.type == "muon", 4 if spec.optimizer.moments_dtype == "float32" else 2
+    updated = sum(p.size * (14 + 2 * bytes_of * p.moments(by_muon)) for p in table)
+    turned = sum(
+        p.size // (p.matrix_rows * p.shape[-1]) * muon.flops(p.matrix_rows, p.shape[-1])
+        for p in table
+        if p.moments(by_muon) == 1
+    )
     fast, slow = ATTENTION[spec.model.architecture]
     seconds = {
         "dense": tokens * dense / DENSE,
         "grouped": tokens * grouped / GROUPED[spec.model.architecture],
         "head": tokens * head_flops(config) / DENSE,
         "attention": tokens * forward * (1 / fast + 2.5 / slow),
-        "optimizer": (30 if spec.optimizer.moments_dtype == "float32" else 22) * sum(p.size for p in table) / COPY,
+        "optimizer": updated / COPY + turned / DENSE,
         "pointwise": tokens * moved / COPY,
     }
     return {name: 1e3 * value for name, value in seconds.items()}

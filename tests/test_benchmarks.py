@@ -148,6 +148,17 @@ def test_the_floor_counts_the_bytes_of_the_moments(throughput: ModuleType) -> No
     assert {**wide, "optimizer": 0} == {**narrow, "optimizer": 0}
 
 
+def test_the_floor_multiplies_what_muon_does(throughput: ModuleType) -> None:
+    """Six layers of 128 experts, each with three matrices of 768 and 2,048; one moment of them, two of the words."""
+    muon = ["optimizer.type=muon"]
+    floor = throughput.floor_ms(load(Path("configs/qwen3-30b-a3b-6layer-1gpu.yaml"), muon))["optimizer"] / 1e3
+    sides = [(768, 2048)] * 3 * 128 + [(2048, 4096)] * 2 + [(512, 2048)] * 2 + [(128, 2048)]
+    flops = 6 * sum(10 * (2 * m * m * n + m**3) for m, n in sides)
+    layers = 6 * (sum(m * n for m, n in sides))
+    rest = 2 * 151936 * 2048 + 6 * (2 * 2048 + 2 * 128) + 2048
+    assert floor == pytest.approx(flops / throughput.DENSE + (22 * layers + 30 * rest) / throughput.COPY, rel=1e-9)
+
+
 def test_throughput_refuses_what_it_cannot_measure(
     throughput: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -285,19 +285,18 @@ class Exchange:
 
 def share_out(cut: Sequence[Sharded]) -> dict[str, int]:
     """{name: owner in its group}, so that the ranks of a group have as much to turn; alike on all of them."""
-    work: dict[str, list[float]] = {}
+    work: dict[str, list[int]] = {}
     owners: dict[str, int] = {}
     for one in sorted(cut, key=_cost, reverse=True):
-        done = work.setdefault(one.info.kind, [0.0] * one.parts)
+        done = work.setdefault(one.info.kind, [0] * one.parts)
         owners[one.info.name] = done.index(min(done))
         done[owners[one.info.name]] += _cost(one)
     return owners
 
 
-def _cost(one: Sharded) -> float:
-    """Of turning a parameter, in products."""
-    out, width = one.info.matrix_rows, one.chunk[1]
-    return one.rows // out * min(out, width) ** 2 * (2 * max(out, width) + min(out, width))
+def _cost(one: Sharded) -> int:
+    """FLOPs of turning a parameter."""
+    return one.rows // one.info.matrix_rows * muon.flops(one.info.matrix_rows, one.chunk[1])
 
 
 class Zero:

@@ -7,8 +7,7 @@ which five Newton-Schulz steps come near to without a decomposition, by products
     X <- M / |M|;   five times  A = X X^T,  X <- a X + (b A + c A A) X
 
 (a, b, c) take every singular value from 0.003 on to between 0.7 and 1.2, not to 1: the exact value does not matter, and
-half as many steps do. 2 (2 m^2 n + m^3) FLOPs a step for m <= n; a matrix with m > n is multiplied by
-X^T X from the right instead.
+half as many steps do. A matrix with more rows than columns is multiplied by X^T X from the right instead.
 
 U V^T of a matrix [out, in] has a root mean square of 1 / sqrt(max(out, in)), and an AdamW update of some 0.2: with
 `SCALE` sqrt(max(out, in)) both move as far, and one learning rate and weight decay serve both (Liu et al., "Muon is
@@ -22,6 +21,12 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 SCALE = 0.2
 SMALLEST_NORM = 1e-7  # below it a matrix stays small: all its numbers may be 0
+
+
+def flops(out: int, width: int) -> int:
+    """Of one matrix."""
+    m, n = min(out, width), max(out, width)
+    return STEPS * 2 * (2 * m * m * n + m**3)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
