@@ -625,26 +625,6 @@ def test_bf16_moments_need_a_third_less_host_memory(base: Path) -> None:
     assert needs[1] == pytest.approx(needs[0] * 8 / 12, rel=0.02)
 
 
-def test_features_to_come_are_refused_with_that_sentence(base: Path) -> None:
-    """Each key exists, is left at its off value by the base, and takes no other."""
-    keys = {"distributed.flight_recorder"}
-    other = {bool: "true", float: "0.5", int: "2", str: "x"}
-    tried = 0
-    for path in sorted(keys):
-        section, _, name = path.rpartition(".")
-        info = (sections()[section] if section else RunSpec).model_fields[name]
-        kinds = re.findall(r"'([^']*)'", str(info.annotation)) if "Literal" in str(info.annotation) else []
-        values = [kind for kind in kinds if kind != info.default]
-        if not kinds:
-            named = next((kind for kind in other if kind.__name__ in str(info.annotation)), str)
-            values = [other[named]]
-        for value in values:
-            problem = refused(base, f"{path}={value}")[path]
-            assert problem.rule == "is not implemented yet" and problem.hint.startswith("use ")
-            tried += 1
-    assert tried >= 1
-
-
 def test_copy_engines_are_asked_for_only_where_they_can_be(base: Path) -> None:
     """`symmetric` where no token leaves its rank, on a CPU, over two hosts; `auto` and `nccl` anywhere."""
     ep2 = ["training.device=cuda", *mesh_overrides(1, 1, 2)]

@@ -344,6 +344,8 @@ def logs(
             print(f"{why or jobs.cause(found, number).line}\n\nafter it, {rundir.describe_error(first)}")
         else:
             print(f"{rundir.describe_error(first)}\n\n{first['traceback']}", end="")
+        if waited := jobs.collectives(found, number):
+            print("\ncollectives in which ranks waited:", *waited, sep="\n  ")
         return
     if follow:
         with contextlib.suppress(KeyboardInterrupt):

@@ -16,6 +16,7 @@ died between sbatch and bookkeeping is found here and adopted.
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from pithtrain import rundir, slurm
+from pithtrain import flight, rundir, slurm
 from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError
 from pithtrain.rundir import RunDir
 from pithtrain.watch import lives, process_start
@@ -279,9 +280,11 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
     `step_log`: what srun wrote. An error file that is no other rank's lost connection is the cause. Else a rank died
     without a word: whoever saw its exit names it, or it is the one that wrote no error while the others did."""
     first = rundir.first_error(run, attempt)
+    stalled = first is not None and first["type"] == "Stalled"
+    waits = "".join(f"; {line}" for line in collectives(run, attempt)[:1]) if stalled else ""
     if first is not None and not first["secondary"]:
         log = run.log(attempt, first["rank"]) if first["rank"] is not None else run.slurm
-        return Cause(rundir.describe_error(first), log, first["exit_code"], first.get("retry", True))
+        return Cause(rundir.describe_error(first) + waits, log, first["exit_code"], first.get("retry", True))
     for rank, code in enumerate(exit_codes):
         if code < 0:
             return Cause(f"rank {rank} was killed by {_signal(signal.Signals(-code).name)}", run.log(attempt, rank))
@@ -290,23 +293,28 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
     said = SRUN_SAYS.findall(text)
     killed = [(host, ranks, what) for host, ranks, what in said if not what.startswith("Exited")]
     silent = [rank for rank in range(_read_spec(run).get("ranks", 0)) if not run.error(attempt, rank).exists()]
-    stalled = first is not None and first["type"] == "Stalled"
     if killed and not stalled:  # after a stall srun kills the innocent too
         host, ranks, what = killed[0]
         how = _signal("SIGKILL") if what.startswith("Killed") else what
         return Cause(f"rank {ranks} on {host} was killed by {how}", run.log(attempt, int(re.split(r"[,-]", ranks)[0])))
     if first is not None and silent:
         what = "stopped answering" if stalled else "was killed"
-        line = f"rank {silent[0]} {what}: the others lost their connection to it"
+        line = f"rank {silent[0]} {what}: the others lost their connection to it{waits}"
         return Cause(line, run.log(attempt, silent[0]))
     if first is not None:
-        return Cause(rundir.describe_error(first), run.log(attempt, first["rank"]))
+        return Cause(rundir.describe_error(first) + waits, run.log(attempt, first["rank"]))
     if ours := re.findall(r"^error: (.+)$", text, re.MULTILINE):
         return Cause(ours[-1], run.slurm)  # of the batch script, before there were ranks
     if said:
         host, ranks, what = said[0]
         return Cause(f"rank {ranks} on {host}: {what}, without a word", run.slurm)
     return Cause("it ended without a word", run.logs(attempt))
+
+
+def collectives(run: RunDir, attempt: int) -> list[str]:
+    """What the ranks of a failed attempt waited for, a line per group."""
+    files = {path: int(path.stem.removeprefix("rank-")) for path in run.errors(attempt).glob("rank-*.collectives")}
+    return flight.lines({rank: json.loads(path.read_text()) for path, rank in files.items()})
 
 
 def header(attempt: int) -> str:

@@ -42,7 +42,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,6 +122,9 @@ class RunDir:
 
     def error(self, attempt: int, rank: int) -> Path:
         return self.errors(attempt) / f"rank-{rank}.json"
+
+    def collectives(self, attempt: int, rank: int) -> Path:
+        return self.errors(attempt) / f"rank-{rank}.collectives"
 
     def trace(self, attempt: int, rank: int) -> Path:
         return self.path / "profiles" / f"attempt-{attempt}" / f"rank-{rank}.json.gz"
@@ -436,6 +439,12 @@ def first_error(run: RunDir, attempt: int) -> dict[str, Any] | None:
 def record_error(run: RunDir, attempt: int, who: str, report: Mapping[str, Any]) -> None:
     """Write an error file; `who`: `rank-N`, or `node-HOST` before there are ranks."""
     write_last_words(run, run.errors(attempt) / f"{who}.json", json.dumps(report, indent=2) + "\n")
+
+
+def record_collectives(run: RunDir, attempt: int, rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Write what a failing rank's flight recorder has (`flight.recorded`), after its error file."""
+    if groups:
+        write_last_words(run, run.collectives(attempt, rank), json.dumps(groups) + "\n")
 
 
 def describe_error(report: Mapping[str, Any]) -> str:

@@ -35,7 +35,6 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 import pydantic
 import yaml
 from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
-from pydantic.fields import FieldInfo
 
 from pithtrain.errors import ABSENT, Problem, SpecError, show
 from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, only
@@ -69,11 +68,6 @@ Location = Annotated[Path, BeforeValidator(_absolute)]  # a relative one is take
 def _key(default: Any, description: str, **limits: Any) -> Any:
     """A key that may be left out."""
     return Field(default=default, description=description, **limits)
-
-
-def _later(default: Any, description: str, **limits: Any) -> Any:
-    """A key of a feature to come: any value but its default is refused."""
-    return _key(default, description, json_schema_extra={"later": True}, **limits)
 
 
 @dataclass(frozen=True)
@@ -347,7 +341,9 @@ class DistributedSection(Strict):
     train_timeout_s: Positive = _key(900, "seconds; longer than the slowest first compile")
     step_timeout_s: Positive = _key(300, "seconds; a step after the first")
     save_timeout_s: Positive = _key(1800, "seconds; longer than the slowest checkpoint")
-    flight_recorder: bool = _later(False, "the last collectives of each rank, written on a time-out")
+    flight_recorder: Count = _key(
+        2000, "last collectives that each rank remembers, to name the one a run hangs in and who is missing; 0: none"
+    )
 
 
 class Link(Strict):
@@ -846,14 +842,6 @@ def _check_slurm(slurm: SlurmSection) -> Problems:
             yield Problem(path, text, "holds a character that cannot be printed")
 
 
-def _check_built(values: Mapping[str, object], fields: Mapping[str, FieldInfo], prefix: str = "") -> Problems:
-    for name, value in values.items():
-        if isinstance(value, Strict):
-            yield from _check_built(dict(value), type(value).model_fields, f"{prefix}{name}.")
-        elif fields[name].json_schema_extra and value != fields[name].default:
-            yield Problem(f"{prefix}{name}", value, "is not implemented yet", f"use {show(fields[name].default)}")
-
-
 def _broken_rules(parts: Mapping[str, Any]) -> Problems:
     """What is wrong with these parts of a spec; a rule that reads a section which did not parse is left out."""
     checks = _check_mesh, _check_batch, _check_experts, _check_sequence, _check_dtype, _check_optimizer, _check_lr
@@ -864,7 +852,6 @@ def _broken_rules(parts: Mapping[str, Any]) -> Problems:
         needed = inspect.signature(check).parameters
         if needed.keys() <= parts.keys():
             yield from check(*(parts[name] for name in needed))
-    yield from _check_built(parts, RunSpec.model_fields)
 
 
 _TAG = "tag:yaml.org,2002:"

@@ -42,7 +42,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
-from pithtrain import rundir
+from pithtrain import flight, rundir
 from pithtrain.errors import PithtrainError, RunFailed, Stalled
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec
@@ -236,6 +236,11 @@ class Watch:
             "traceback": stack,
         }
 
+    def record_collectives(self) -> None:
+        """After the error, since a device that hangs may keep this from coming back."""
+        with contextlib.suppress(Exception):
+            rundir.record_collectives(self.run, self.attempt, self.rank, flight.recorded())
+
     def stood_still(self) -> float:
         """For how many seconds this process did not run at all, where the main thread has not moved on since; else 0.
         The thread sleeps for `POLL_S`: what it slept beyond that, nothing here ran."""
@@ -384,6 +389,7 @@ class Watch:
             faulthandler.dump_traceback(2, all_threads=True)
             report = self.report(error, str(error), main_stack(), secondary)
             rundir.record_error(self.run, self.attempt, f"rank-{self.rank}", report)
+            self.record_collectives()
             if secondary:
                 self.hold(hold_s)
             first = rundir.first_error(self.run, self.attempt)

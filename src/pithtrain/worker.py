@@ -171,6 +171,7 @@ def main(path: Path) -> None:
                 raise SpecError([Problem("slurm.nodes x slurm.gpus_per_node", spec.world_size, rule)])
             if here.rank == 0:
                 _begin(run, attempt, here)
+            os.environ["TORCH_FR_BUFFER_SIZE"] = str(spec.distributed.flight_recorder)  # read with the first group
             watch.start(spec)
             from pithtrain import train
 
@@ -214,6 +215,7 @@ def _die(watch: Watch, here: Seat, error: BaseException, log: TextIO, console: T
         if not secondary and here.launcher != "spawn":  # there the parent says it, once
             print(f"error: {rundir.describe_error(report)}", file=console, flush=True)
         rundir.record_error(watch.run, watch.attempt, f"rank-{here.rank}", report)
+        watch.record_collectives()
         print(report["traceback"], file=log, flush=True)
         if here.rank == 0:
             watch.end_attempt("failed", exit_code)

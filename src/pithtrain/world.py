@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from pithtrain import flight
 from pithtrain.errors import CapacityError
 from pithtrain.spec import DistributedSection, Mesh
 
@@ -193,8 +194,8 @@ def refuse_shared(devices: Sequence[str | None]) -> None:
 def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: DistributedSection) -> World:
     backend = "nccl" if device.type == "cuda" else "gloo"
 
-    def group(*same: str, timeout_s: int = timeouts.train_timeout_s, on: str = backend) -> Group:
-        """The ranks that stand where this one does on the axes `same`."""
+    def group(what: str, *same: str, timeout_s: int = timeouts.train_timeout_s, on: str = backend) -> Group:
+        """The ranks that stand where this one does on the axes `same`; `what`: the field it is."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.size):
             coords = mesh.coords(rank)
@@ -202,7 +203,8 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
         mine: Group = None
         for ranks in members.values():
             if len(ranks) > 1:
-                created = dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s), backend=on)
+                limit, told = datetime.timedelta(seconds=timeout_s), flight.name(what, ranks)
+                created = dist.new_group(ranks, timeout=limit, backend=on, group_desc=told)
                 if place.rank in ranks:
                     assert isinstance(created, dist.ProcessGroup)
                     mine = created
@@ -210,7 +212,7 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
             dist.all_reduce(torch.zeros(1, device=device), group=mine)
         return mine
 
-    pp, dp, cp, ep = mesh.coords(place.rank)
+    (pp, dp, cp, ep), save_s = mesh.coords(place.rank), timeouts.save_timeout_s
     return World(
         mesh=mesh,
         rank=place.rank,
@@ -220,13 +222,13 @@ def _world(place: Place, mesh: Mesh, device: torch.device, timeouts: Distributed
         ep=ep,
         device=device,
         # a synchronous save writes while the others wait here
-        control_group=group(timeout_s=max(timeouts.train_timeout_s, timeouts.save_timeout_s), on="gloo"),
-        save_group=group(timeout_s=timeouts.save_timeout_s, on="gloo"),
-        world_group=group(),
-        pp_group=group("dp", "cp", "ep"),
-        ep_fwd_group=group("pp", "dp", "cp"),
-        ep_bwd_group=group("pp", "dp", "cp"),
-        cp_group=group("pp", "dp", "ep"),
-        dense_group=group("pp"),
-        expert_group=group("pp", "ep"),
+        control_group=group("control_group", timeout_s=max(timeouts.train_timeout_s, save_s), on="gloo"),
+        save_group=group("save_group", timeout_s=save_s, on="gloo"),
+        world_group=group("world_group"),
+        pp_group=group("pp_group", "dp", "cp", "ep"),
+        ep_fwd_group=group("ep_fwd_group", "pp", "dp", "cp"),
+        ep_bwd_group=group("ep_bwd_group", "pp", "dp", "cp"),
+        cp_group=group("cp_group", "pp", "dp", "ep"),
+        dense_group=group("dense_group", "pp"),
+        expert_group=group("expert_group", "pp", "ep"),
     )
