@@ -165,7 +165,11 @@ def cut_job(place: Place, fields: dict[str, Any]) -> set[tuple[str, bool]]:
     """{(kind, whether its matrices are cut)} of what Muon moves."""
     spec = from_dict(fields)
     with connect(place, spec.mesh, "cpu", spec.distributed) as world:
-        return {(one.info.kind, one.cut) for one in build(spec, world).zero.sharded.values() if one.by_muon}
+        engine = build(spec, world)
+        train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)
+        left = [vars(exchange).keys() for each in engine.zero._exchanges.values() for exchange in each]
+        assert not any({"_home", "_away", "_work"} & names for names in left), "buffers of every layer at once"
+        return {(one.info.kind, one.cut) for one in engine.zero.sharded.values() if one.by_muon}
 
 
 MESHES = [((1, 3, 1), True), ((2, 1, 2), False), ((1, 2, 2), False), ((1, 1, 4), False), ((2, 2, 1), False)]

@@ -279,7 +279,9 @@ class Exchange:
     def arrived(self) -> Iterator[tuple[Sharded, Tensor]]:
         """Every member, and the direction of this rank's rows of it."""
         _wait([self._work])
-        for one, part in zip(self.members, self._home.split(self._sizes), strict=True):
+        home = self._home
+        del self._work, self._home, self._away  # else a copy of every layer's momentum would stay through the step
+        for one, part in zip(self.members, home.split(self._sizes), strict=True):
             yield one, part.view(one.chunk)[: len(one.master)]
 
 
