@@ -13,14 +13,12 @@ from torch import Tensor
 from harness import (
     Pool,
     Ran,
-    Shards,
     assemble,
     batches_of,
     distance,
     first_gradients,
     make_spec,
     run_mesh,
-    shards,
     single,
 )
 from pithtrain import catalog, zero
@@ -32,6 +30,7 @@ from pithtrain.world import Place, connect
 from pithtrain.zero import share_out
 from test_mesh import assert_same_run
 from test_resume_meshes import assert_same_state, load_job, save_job, whole
+from test_zero import LR, STEPS, trajectory_job
 
 MUON = {"type": "muon", "momentum": 0.9, "weight_decay": 0.3}
 Mesh = tuple[int, int, int]
@@ -75,27 +74,13 @@ def matrices_of(stored: Tensor, rows: int) -> Tensor:
     return stored.view(-1, rows, stored.shape[1])
 
 
-def trajectory_job(place: Place, fields: dict[str, Any], steps: int) -> list[tuple[Shards, Shards]]:
-    """Per step: gradients, masters after it."""
-    spec = from_dict(fields)
-    found = []
-    with connect(place, spec.mesh, "cpu", spec.distributed) as world:
-        engine = build(spec, world)
-        for step in range(steps):
-            batches = batches_of(spec, engine, step)
-            grads = first_gradients(spec, engine, batches)
-            train_step(engine, spec, batches, 1e-2)
-            found.append((grads, shards(engine, lambda p: p.master)))
-    return found
-
-
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 3, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)])
 def test_update_is_nesterovs_momentum_turned_matrix_by_matrix(pool: Pool, mesh: Mesh) -> None:
     """Against a plain one by decomposition for matrices of layers, each expert's gate, up and down by itself, and
     torch's AdamW for the rest."""
-    spec, lr = spec_of(mesh), 1e-2
+    spec, lr = spec_of(mesh), LR
     table = {info.name: info for info in spec.model.config.parameters()}
-    parts = pool.run(spec.world_size, trajectory_job, spec.model_dump(mode="json"), 3)
+    parts = pool.run(spec.world_size, trajectory_job, spec.model_dump(mode="json"))
     with single(spec_of()) as world:
         start = {n: one.master.clone() for n, one in build(spec_of(), world).zero.sharded.items()}
     moved = {n for n, info in table.items() if info.moments(True) == 1}
@@ -110,7 +95,7 @@ def test_update_is_nesterovs_momentum_turned_matrix_by_matrix(pool: Pool, mesh: 
         for decays in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, lr=lr, betas=(o.betas[0], o.betas[1]), eps=o.eps)
-    for step in range(3):
+    for step in range(STEPS):
         grads = {n: torch.from_numpy(g) for n, g in assemble([part[step][0] for part in parts]).items()}
         norm = torch.stack([g.norm() for g in grads.values()]).norm()
         clip = max(1.0, norm.item())
