@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from pithtrain.errors import CheckpointError, RunFailed
+from pithtrain.errors import CheckpointError, RunFailed, show
 
 FORMAT = 2
 MARKER = "checkpoint.json"
@@ -162,7 +162,7 @@ def candidates(path: Path, report: Callable[[str], None]) -> list[Path]:
 def check(path: Path, content: Marker, about: dict[str, Any]) -> None:
     """Raises CheckpointError when the checkpoint's model or tokenizer is not that of `about`, with both values."""
     problems = [
-        f"{key}: the checkpoint has {theirs!r}, the spec {ours!r}"
+        f"{key}: the checkpoint has {show(theirs)}, the spec {show(ours)}"
         for kind in ("model", "tokenizer")
         if kind in about
         for key, theirs, ours in differences(kind, content.get(kind), about[kind])

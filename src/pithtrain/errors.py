@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import cast
 
 LONGEST_VALUE = 120  # characters of a refused value that are shown: enough to recognise it, not a page of YAML
 
@@ -49,11 +50,20 @@ ABSENT = Absent.ABSENT
 
 
 def show(value: object) -> str:
-    """A value as YAML spells it, cut to a length at which one still recognises it."""
-    words = {None: "null", True: "true", False: "false"}
-    plain = str(value) if isinstance(value, Path) else value
-    text = words[plain] if plain is None or isinstance(plain, bool) else repr(plain)
+    """A value as YAML spells it on one line, cut to a length at which one still recognises it."""
+    text = _spell(value)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def _spell(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_spell, cast('Sequence[object]', value)))}]"
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value).items()
+        return f"{{{', '.join(f'{key}: {_spell(item)}' for key, item in items)}}}"
+    return repr(str(value) if isinstance(value, Path) else value)
 
 
 @dataclass(frozen=True)
