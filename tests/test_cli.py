@@ -235,6 +235,49 @@ def test_a_reader_that_leaves_does_not_fail_the_run(tmp_path: Path, command: str
     assert rundir.stamp(run.done, 1)["step"] == 4
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("validate fake.yaml", "plan fake.yaml", "submit fake.yaml --dry-run", "status", "status fake --json"),
+        *("logs fake", "logs fake -f", "logs fake --rank 1", "logs fake --err", "inspect runs/fake/checkpoints/step-1"),
+        "--help",
+    ],
+)
+def test_a_reader_that_leaves_ends_a_command_that_tells_something_as_it_ends_cat(tmp_path: Path, command: str) -> None:
+    """As `pithtrain logs RUN | head -1`: without a word, be the text in a buffer still or too long for one."""
+    run, _ = make_run(tmp_path, FINISHES)
+    (run.checkpoints / "step-1").mkdir(parents=True)
+    for rank, text in enumerate(("short\n", "long\n" * 100_000)):
+        run.log(1, rank).parent.mkdir(parents=True, exist_ok=True)
+        run.log(1, rank).write_text(text)
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-m", "pithtrain", *command.split()]
+    done = subprocess.run(program, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_reader_that_leaves_fails_nothing_that_was_done(tmp_path: Path) -> None:
+    make_run(tmp_path, FINISHES)
+    read, write = os.pipe()
+    os.close(read)
+    for command, code in ((["cancel", "fake"], 0), (["cancel", "other"], 2), (["train", "fake.yaml"], 2)):
+        program = [sys.executable, "-m", "pithtrain", *command]
+        assert subprocess.run(program, cwd=tmp_path, stdout=write, stderr=write, check=False).returncode == code
+    os.close(write)
+
+
+def test_output_that_a_full_disk_does_not_take_is_told(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        program = [sys.executable, "-m", "pithtrain", "plan", str(spec_file(tmp_path))]
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: standard output cannot be written to: No space left on device\n",
+    )
+
+
 @pytest.mark.parametrize("ending", [">&-", ">&- 2>&-", "> /dev/full"])
 def test_outputs_that_are_closed_or_full_do_not_fail_the_run(tmp_path: Path, ending: str) -> None:
     run, _ = make_run(tmp_path, FINISHES)

@@ -7,6 +7,7 @@ code is the error's own (`errors`): a traceback here means our mistake, never th
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -22,7 +23,16 @@ import typer
 
 from pithtrain import catalog, jobs, rundir, show, slurm, worker
 from pithtrain import submit as starting
-from pithtrain.errors import DataError, PithtrainError, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
+from pithtrain.errors import (
+    DataError,
+    PithtrainError,
+    ReaderLeft,
+    RunDirError,
+    RunFailed,
+    SlurmError,
+    SpecError,
+    StoppedEarly,
+)
 from pithtrain.plan import plan as make_plan
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
@@ -121,7 +131,7 @@ def tokenize(
         report = corpus.tokenize(
             inputs, output, tokenizer, text_key=text_key, eos=eos, overwrite=overwrite, progress=progress
         )
-    print(report)
+    _say(str(report))
 
 
 # ---- starting a run --------------------------------------------------------------------------------------------------
@@ -366,19 +376,19 @@ def cancel(
     output_dir: OutputDir = Path("runs"),
 ) -> None:
     """Save at the next step, then stop for good."""
-    print(jobs.cancel(rundir.find(run, output_dir), now))
+    _say(jobs.cancel(rundir.find(run, output_dir), now))
 
 
 @app.command(epilog=example("pithtrain save tiny"))
 def save(run: Run, output_dir: OutputDir = Path("runs")) -> None:
     """Ask for a checkpoint at the next step; the run goes on."""
-    print(jobs.ask_to_save(rundir.find(run, output_dir)))
+    _say(jobs.ask_to_save(rundir.find(run, output_dir)))
 
 
 @app.command(epilog=example("pithtrain stacks tiny"))
 def stacks(run: Run, output_dir: OutputDir = Path("runs")) -> None:
     """Write the stacks of all ranks into their logs; the run goes on."""
-    print(jobs.dump_stacks(rundir.find(run, output_dir)))
+    _say(jobs.dump_stacks(rundir.find(run, output_dir)))
 
 
 @app.command(epilog=example("pithtrain inspect tiny", "pithtrain inspect runs/tiny/checkpoints/step-00000200 --verify"))
@@ -474,23 +484,40 @@ def _note(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """A line about what was done. Where it cannot be written (`| head`, a full disk), it and what follows go nowhere:
-    nothing that was done fails by that."""
-    try:
+    """A line about what was done. Where it cannot be written (`| head`, a full disk), nothing fails by that."""
+    with contextlib.suppress(PithtrainError):
         print(text, flush=True)
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+class _Output(io.FileIO):
+    """Standard output or error below its buffer. Where a write fails, it and what follows go nowhere. Of standard
+    output that is an error of ours, which no library on the way takes for its own; a note that is lost ends nothing."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            if self.fileno() == 1:
+                words = f"standard output cannot be written to: {error.strerror}"
+                raise ReaderLeft(words) if isinstance(error, BrokenPipeError) else PithtrainError(words) from None
+            return memoryview(data).nbytes
 
 
 def _open_outputs() -> None:
-    """Where the caller closed standard output or error (`>&-`), what is written there goes nowhere, by ranks too."""
+    """Standard output and error as `_Output`; where the caller closed one (`>&-`), what is written there goes nowhere,
+    by ranks too."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.set_inheritable(number, True)  # where the lowest free descriptor was this one
-            setattr(sys, name, open(number, "w"))  # noqa: SIM115
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+        old = getattr(sys, name)
+        lines = old.line_buffering or old.write_through
+        below = io.BufferedWriter(_Output(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(below, old.encoding, old.errors, line_buffering=lines))
 
 
 def _wait(run: RunDir) -> None:
@@ -560,11 +587,21 @@ def _progress(
 
 
 def main() -> None:
-    """The console script: the only place that turns an error into text and an exit code."""
+    """The console script: the only place that turns an error into text and an exit code.
+
+    A reader that leaves (`pithtrain logs RUN | head -1`) ends a command that tells something as it ends `cat`: without
+    a word, and with the code of `ReaderLeft`. One that does something goes on, and its code says what came of it
+    (`_say`).
+    """
     _open_outputs()
     os.umask(os.umask(0o022) | 0o022)  # what runs is read from the run directory: nobody else writes there
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # at the interpreter's end nobody could answer
+    except ReaderLeft as error:
+        sys.exit(error.exit_code)
     except PithtrainError as error:
         print(error if isinstance(error, StoppedEarly) else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -9,6 +9,7 @@ with `error.exit_code`; any other exception is our own mistake and keeps its tra
     2     the spec, its data or the call is wrong; trying again cannot help
     3     it cannot fit this memory or device
     4     stopped before its end with its state saved (`train` only)
+    141   nobody reads the output any more, as in `| head -1`: a shell's code for what SIGPIPE has ended
 
 Worked example, two mistakes reported at once:
 
@@ -20,6 +21,7 @@ Worked example, two mistakes reported at once:
       training.lr = 0.1: is not a key of training; did you mean optimizer.lr?
 """
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -142,3 +144,9 @@ class StoppedEarly(PithtrainError):  # noqa: N818
     """Asked to stop before the last step; the state is saved and the run can be resumed."""
 
     exit_code = 4
+
+
+class ReaderLeft(PithtrainError):  # noqa: N818
+    """Whoever read what a command told has what it wanted: no failure, and no word is said."""
+
+    exit_code = 128 + signal.SIGPIPE
