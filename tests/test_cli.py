@@ -1,5 +1,6 @@
 """The commands as a person or a program meets them: text, exit codes, speed."""
 
+import ast
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
-from pithtrain import cli, rundir, show, submit
+from pithtrain import cli, errors, rundir, submit
 from pithtrain.cli import app
 from pithtrain.errors import RunDirError
 from pithtrain.rundir import RunDir
@@ -288,15 +289,43 @@ def test_outputs_that_are_closed_or_full_do_not_fail_the_run(tmp_path: Path, end
 
 
 def test_a_hint_can_be_typed_where_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show.shutil, "which", lambda name: None)
+    monkeypatch.setattr(errors.shutil, "which", lambda name: None)
     for called, hint in (
         ("x/pithtrain/__main__.py", f"{sys.executable} -m pithtrain"),
         ("/a/pithtrain", "/a/pithtrain"),
     ):
         monkeypatch.setattr(sys, "argv", [called])
-        assert show.me() == hint
-    monkeypatch.setattr(show.shutil, "which", lambda name: "/usr/bin/pithtrain")
-    assert show.me() == "pithtrain"
+        assert errors.me() == hint
+    monkeypatch.setattr(errors.shutil, "which", lambda name: "/usr/bin/pithtrain")
+    assert errors.me() == "pithtrain"
+
+
+def test_a_hint_of_any_room_is_spelled_as_the_program_was_called(tmp_path: Path) -> None:
+    """Run as `python -m pithtrain` where there is no `pithtrain`: what an error says to type can be typed."""
+    run, spec = make_run(tmp_path, FINISHES)
+    for command, hint in (
+        (["submit", "fake.yaml"], f"resume {run.path}"),
+        (["submit", "fake.yaml", "--name", "new", "--set", "data.sources=[{path: none}]"], "tokenize"),
+        (["resume", "fake"], f"resume {run.path} --set training.max_steps=8"),
+    ):
+        if command[0] == "resume":
+            submit.foreground(run, spec)
+        done = pithtrain(*command, cwd=tmp_path, PATH="/usr/bin:/bin")
+        assert f"{sys.executable} -m pithtrain {hint}" in done.stderr
+
+
+def test_no_room_spells_the_program_itself() -> None:
+    """But for what is no person's call (a batch job, its ranks), for examples and for what a key means."""
+    called = re.compile(rf"\bpithtrain ({'|'.join(COMMANDS)})\b")
+    package = Path(cli.__file__).parent
+    found = {
+        path.name
+        for path in package.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and called.search(node.value)
+        if "\n\n" not in node.value and f'"""{node.value}' not in path.read_text()  # a docstring
+    }
+    assert found == {"batch.py", "cli.py", "preflight.py", "spec.py", "worker.py"}
 
 
 def test_a_call_that_is_wrong_ends_with_code_2(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from pithtrain.errors import (
     SlurmError,
     SpecError,
     StoppedEarly,
+    me,
 )
 from pithtrain.plan import plan as make_plan
 from pithtrain.rundir import RunDir
@@ -241,7 +242,7 @@ def sweep(
         return
     by = starting.launcher()
     if by != "slurm":
-        one = f"{show.me()} train {config} --name {specs[0].name}"
+        one = f"{me()} train {config} --name {specs[0].name}"
         raise RunDirError(f"a sweep needs Slurm, and none is configured here; one after the other:  {one} --set ...")
     looked_at = {"slurm", "data", "validation"}  # by a check, which takes seconds
     for spec in {json.dumps(spec.model_dump(mode="json", include=looked_at)): spec for spec in specs}.values():
@@ -252,7 +253,7 @@ def sweep(
             job = _start(_create(spec), spec, by, lane)
         except PithtrainError:
             if number:
-                print(f"the {number} runs above are submitted; `{show.me()} cancel RUN` ends one", file=sys.stderr)
+                print(f"the {number} runs above are submitted; `{me()} cancel RUN` ends one", file=sys.stderr)
             raise
         _say(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
 
@@ -476,7 +477,7 @@ def import_hf(
 
     with _progress(lines=True) as progress:
         convert.import_hf(source, out, architecture, _note, progress)
-    _say(f"{out}\n  begin with it:  {show.me()} submit CONFIG --set init_from={shlex.quote(str(out))}")
+    _say(f"{out}\n  begin with it:  {me()} submit CONFIG --set init_from={shlex.quote(str(out))}")
 
 
 def _note(text: str) -> None:
@@ -533,10 +534,10 @@ def _wait(run: RunDir) -> None:
     try:
         ended = jobs.wait(run, report)
     except KeyboardInterrupt:
-        print(f"\nthe run goes on:  {show.me()} status {run.path}   {show.me()} cancel {run.path}", file=sys.stderr)
+        print(f"\nthe run goes on:  {me()} status {run.path}   {me()} cancel {run.path}", file=sys.stderr)
         raise SystemExit(130) from None
     if ended.word in ("stopped", "cancelled"):
-        raise RunFailed(f"{run.name} is {ended.word}: {ended.why}\n  go on:  {show.me()} resume {run.path}")
+        raise RunFailed(f"{run.name} is {ended.word}: {ended.why}\n  go on:  {me()} resume {run.path}")
     if ended.word != "done":
         raise jobs.failure(run, ended.attempt)
 

@@ -21,7 +21,10 @@ Worked example, two mistakes reported at once:
       training.lr = 0.1: is not a key of training; did you mean optimizer.lr?
 """
 
+import os
+import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -66,6 +69,18 @@ def _spell(value: object) -> str:
         items = cast("dict[object, object]", value).items()
         return f"{{{', '.join(f'{key}: {_spell(item)}' for key, item in items)}}}"
     return repr(str(value) if isinstance(value, Path) else value)
+
+
+def me() -> str:
+    """How to call this program again, for a hint: by its name, or as it was called where no activated environment has
+    it. A batch job and its ranks, whose words are read later and by anybody, say `pithtrain`."""
+    path = Path(sys.argv[0])
+    if path.parts[-2:] == ("pithtrain", "__main__.py") and shutil.which("pithtrain") is None:
+        return f"{sys.executable} -m pithtrain"
+    if shutil.which("pithtrain") is not None or path.name != "pithtrain":
+        return "pithtrain"
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
 
 
 @dataclass(frozen=True)

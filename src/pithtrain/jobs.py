@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from pithtrain import rundir, slurm
-from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError
+from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError, me
 from pithtrain.rundir import RunDir
 from pithtrain.watch import lives, process_start
 
@@ -383,7 +383,7 @@ def refuse_if_live(now: State, run: RunDir) -> None:
     """Raises RunDirError while something trains, or waits to train, in this run directory."""
     if now.alive:
         what = ", ".join(filter(None, [f"attempt {now.attempt}", f"{now.launcher} {now.job_id}", now.why]))
-        raise RunDirError(f"{run.name} is {now.word} ({what})\n  stop it first:  pithtrain cancel {run.path}")
+        raise RunDirError(f"{run.name} is {now.word} ({what})\n  stop it first:  {me()} cancel {run.path}")
 
 
 def cancel(run: RunDir, at_once: bool = False) -> str:

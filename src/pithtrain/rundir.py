@@ -360,7 +360,7 @@ def locked(run: RunDir) -> Generator[None, None, None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            busy = f"another command is starting {run.name} right now: look with `pithtrain status`"
+            busy = f"another command is starting {run.name} right now: look with `{errors.me()} status`"
             raise RunDirError(busy) from None
         except OSError:
             pass
@@ -476,7 +476,7 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
     done = f"it is done at step {read_json(run.done).get('step')}" if run.done.exists() else "it is not done"
     return (
         f"the run directory {run.path} exists; {done}; {differs}\n"
-        f"  go on with it:   pithtrain resume {run.path}\n"
+        f"  go on with it:   {errors.me()} resume {run.path}\n"
         "  a separate run:  the same command with --name NEW"
     )
 

@@ -31,7 +31,7 @@ from subprocess import DEVNULL, STDOUT
 from typing import Any, Literal
 
 from pithtrain import catalog, jobs, rundir, slurm, watch, worker
-from pithtrain.errors import DataError, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, show
+from pithtrain.errors import DataError, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, me, show
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -199,7 +199,7 @@ def submit(
         said = "\n".join(dict.fromkeys(output.read_text().strip().splitlines()))  # submitit repeats what sbatch says
         if by == "slurm" and slurm.AWAY.search(said):
             unknown = f"it is not known whether Slurm took {run.name}: {said}"
-            raise SlurmError(f"{unknown}\n  see:  pithtrain status {run.path}")
+            raise SlurmError(f"{unknown}\n  see:  {me()} status {run.path}")
         rundir.forget_job(run, attempt)
         raise RunFailed(f"could not submit {run.name}: {said or 'no output'}")
     return job
@@ -276,7 +276,7 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher, force: boo
     if done_at >= spec.training.max_steps:
         raise RunDirError(
             f"{run.name} is done at step {done_at} = training.max_steps\n"
-            f"  go on:  pithtrain resume {run.path} --set training.max_steps={2 * done_at}"
+            f"  go on:  {me()} resume {run.path} --set training.max_steps={2 * done_at}"
         )
     return [*check(spec, by, force, resumed=True), *_renew(run, before, spec)]
 
@@ -316,7 +316,7 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
     changed = {key for key in new if old[key] != new[key]}
     if stays := sorted(changed - keys.keys() - {"max_requeues"}):
         rule = f"cannot change while job {now.job_id} waits"
-        hint = f"pithtrain cancel {run.path}, then resume"
+        hint = f"{me()} cancel {run.path}, then resume"
         raise SpecError([Problem(f"slurm.{key}", new[key], rule, hint) for key in stays])
     fields = {keys[key]: new[key] if key != "time" else spec.slurm.time_minutes for key in changed & keys.keys()}
     if fields:
@@ -437,7 +437,7 @@ def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
             return
         for stamp in (rundir.stamp(run.stop, attempt), rundir.stamp(run.requeue, attempt)):
             if "step" in stamp:
-                message = f"stopped at step {stamp['step']} with its state saved\n  go on:  pithtrain resume {run.path}"
+                message = f"stopped at step {stamp['step']} with its state saved\n  go on:  {me()} resume {run.path}"
                 raise StoppedEarly(message)
     last = rundir.last_attempt(run)
     if last.get("attempt") == attempt:
