@@ -335,7 +335,8 @@ def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -
     assert jobs.cancel(run) == "fake saves at its next step and stops"
     assert jobs.wait(run).word == "stopped"
     assert rundir.read_json(run.stop)["step"] == 1
-    assert jobs.cancel(run) == "fake does not run: it is stopped"
+    assert rundir.last_attempt(run)["why"] == "cancelled; saved at step 1"
+    assert jobs.cancel(run) == "fake is over: stopped, cancelled; saved at step 1"
 
     first_log = run.log(1, 0).read_text()
     job = submit.submit(run, spec, "local")
@@ -482,12 +483,13 @@ def test_a_signal_to_the_foreground_saves_and_ends_with_code_4(tmp_path: Path) -
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(StoppedEarly, match=r"stopped at step 1 .*\n.*pithtrain resume") as stopped:
+    with pytest.raises(StoppedEarly, match=r"stopped: saved at step 1 on SIGTERM\n.*pithtrain resume") as stopped:
         submit.foreground(run, spec)
     thread.join()
     assert stopped.value.exit_code == 4
     assert jobs.state(run).word == "stopped"
     assert json.loads(run.requeue.read_text())["reason"] == "SIGTERM"
+    assert rundir.last_attempt(run)["why"] == jobs.state(run).why == "saved at step 1 on SIGTERM"
 
 
 @pytest.mark.slow

@@ -432,19 +432,16 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.
 
 def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
     """Say how an attempt ended, by the run directory or exit codes. Raises RunFailed or StoppedEarly unless done."""
-    if not any(exit_codes):
-        if rundir.stamp(run.done, attempt):
-            return
-        for stamp in (rundir.stamp(run.stop, attempt), rundir.stamp(run.requeue, attempt)):
-            if "step" in stamp:
-                message = f"stopped at step {stamp['step']} with its state saved\n  go on:  {me()} resume {run.path}"
-                raise StoppedEarly(message)
+    well = None if any(exit_codes) else jobs.well_ended(run, attempt)
     last = rundir.last_attempt(run)
     if last.get("attempt") == attempt:
         with contextlib.suppress(OSError):  # a full disk hides no cause
-            ended = {"end": time.time(), "ended": "killed"} if last.get("end") is None else {}
-            rundir.record_attempt(run, attempt, **ended, why=jobs.cause(run, attempt, exit_codes).line)
-    raise jobs.failure(run, attempt, exit_codes)
+            ended = {} if well or last.get("end") is not None else {"end": time.time(), "ended": "killed"}
+            rundir.record_attempt(run, attempt, **ended, why=well or jobs.cause(run, attempt, exit_codes).line)
+    if well is None:
+        raise jobs.failure(run, attempt, exit_codes)
+    if not rundir.stamp(run.done, attempt):
+        raise StoppedEarly(f"stopped: {well}\n  go on:  {me()} resume {run.path}")
 
 
 if __name__ == "__main__":
