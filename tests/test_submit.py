@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pithtrain import jobs, rundir, slurm, submit
 from pithtrain.errors import DataError, RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
+from test_cli import pithtrain
 
 FAILS_ON_ONE = """
 def run(spec, run_dir, place, watch):
@@ -545,6 +547,41 @@ def test_a_corpus_that_is_not_there_is_refused_before_anything_is_made(tmp_path:
         submit.check(load(spec_file(tmp_path), held_out), "local")
 
 
+@pytest.mark.parametrize(
+    ("change", "files", "words"),
+    [
+        ("init_from", None, "init_from: .*/old does not exist"),
+        ("init_from", [], "init_from: .*/old is neither a complete checkpoint nor a run directory that has one"),
+        ("init_from", ["checkpoints/step-1/x"], "init_from: .*/old is neither a complete checkpoint nor"),
+        ("init_from", ["config.json"], r"init_from: .*/old has a config.json and no \.safetensors"),
+        ("init_from", ["config.json", "model.safetensors"], None),
+        ("resume", None, "resume: .*/old does not exist"),
+        ("data.tokenizer", None, "old: cannot read this tokenizer: No such file"),
+    ],
+)
+def test_what_a_run_begins_with_is_looked_for_before_anything_is_made(
+    tmp_path: Path, change: str, files: list[str] | None, words: str | None
+) -> None:
+    old = tmp_path / "old"
+    for file in files or []:
+        (old / file).parent.mkdir(parents=True, exist_ok=True)
+        (old / file).touch()
+    if files is not None:
+        old.mkdir(exist_ok=True)
+    spec = load(spec_file(tmp_path), [f"{change}={old}"])
+    if words is None:
+        assert submit.check(spec, "local") == []
+        return
+    with pytest.raises(DataError, match=rf"^.*{words}.*\n  where the ranks .*--force"):
+        submit.check(spec, "local")
+    [note] = submit.check(spec, "local", force=True)
+    assert re.search(words, note)
+    if change != "data.tokenizer":  # a resumed run goes by its own checkpoints
+        assert submit.check(spec, "local", resumed=True) == []
+    validated = pithtrain("validate", tmp_path / "fake.yaml", "--set", f"{change}={old}", cwd=tmp_path)
+    assert validated.returncode == 0 and re.search(f"note: .*{words}", validated.stderr)
+
+
 def test_case_017_code_edited_after_submission_does_not_run(tmp_path: Path) -> None:
     """The installed package would fail here (there is no corpus); the snapshot is what runs."""
     run, spec = make_run(tmp_path, FINISHES, overrides=["data.sources=[{path: none}]"])
@@ -569,6 +606,7 @@ from pithtrain import submit
 from pithtrain.errors import PithtrainError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
+from test_cli import pithtrain
 
 run = RunDir(Path(sys.argv[1]))
 try:

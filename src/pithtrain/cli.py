@@ -76,14 +76,10 @@ def example(*lines: str) -> str:
 @app.command(epilog=example("pithtrain validate configs/tiny.yaml --set optimizer.lr=1e-3"))
 def validate(config: Config, overrides: Set = None) -> None:
     """Print the resolved spec, every default written out, or every error at once; what the cluster lacks, too, and
-    which corpora are not on this machine."""
-    from pithtrain import data
-
+    what it would read and is not on this machine."""
     spec = load(config, overrides or ())
-    try:
-        data.check(spec, resumed=False)
-    except DataError as error:
-        _note(str(error))
+    for missing in starting.unfound(spec):
+        _note(missing)
     if slurm.configured():
         try:
             problems, notes = slurm.problems(spec, slurm.cluster_facts(spec))
@@ -244,7 +240,7 @@ def sweep(
     if by != "slurm":
         one = f"{me()} train {config} --name {specs[0].name}"
         raise RunDirError(f"a sweep needs Slurm, and none is configured here; one after the other:  {one} --set ...")
-    looked_at = {"slurm", "data", "validation"}  # by a check, which takes seconds
+    looked_at = {"slurm", "data", "validation", "init_from", "resume"}  # by a check, which takes seconds
     for spec in {json.dumps(spec.model_dump(mode="json", include=looked_at)): spec for spec in specs}.values():
         starting.check(spec, by, force)
     for number, spec in enumerate(specs):

@@ -31,7 +31,18 @@ from subprocess import DEVNULL, STDOUT
 from typing import Any, Literal
 
 from pithtrain import catalog, jobs, rundir, slurm, watch, worker
-from pithtrain.errors import DataError, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, me, show
+from pithtrain.errors import (
+    CheckpointError,
+    DataError,
+    Problem,
+    RunDirError,
+    RunFailed,
+    SlurmError,
+    SpecError,
+    StoppedEarly,
+    me,
+    show,
+)
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -138,16 +149,28 @@ def check(spec: RunSpec, by: Launcher, force: bool = False, resumed: bool = Fals
     """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start. Raises
     SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script. `force`:
     what we would refuse is a note, and Slurm and the ranks decide."""
+    missing = unfound(spec, resumed)
+    if missing and not force:
+        raise DataError("\n".join([*missing, "  where the ranks see other files than this machine: --force"]))
+    return missing + _check_place(spec, by, force)
+
+
+def unfound(spec: RunSpec, resumed: bool = False) -> list[str]:
+    """What the ranks would miss when they start, as far as this machine sees it: corpora, the tokenizer and, unless the
+    run is `resumed`, which goes by its own checkpoints, what it is to begin with."""
     from pithtrain import data  # and numpy, which most commands do without
 
-    unfound: list[str] = []
+    found: list[str] = []
     try:
         data.check(spec, resumed)
     except DataError as error:
-        if not force:
-            raise DataError(f"{error}\n  where the ranks see other files than this machine: --force") from None
-        unfound = [str(error)]
-    return unfound + _check_place(spec, by, force)
+        found.append(str(error))
+    try:
+        if not resumed:
+            catalog.check_beginning(spec.init_from, spec.resume)
+    except CheckpointError as error:
+        found.append(str(error))
+    return found
 
 
 def _check_place(spec: RunSpec, by: Launcher, force: bool) -> list[str]:
