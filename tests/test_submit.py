@@ -582,6 +582,24 @@ def test_what_a_run_begins_with_is_looked_for_before_anything_is_made(
     assert validated.returncode == 0 and re.search(f"note: .*{words}", validated.stderr)
 
 
+def test_a_corpus_by_another_path_is_the_same_corpus(tmp_path: Path) -> None:
+    """The spec compares paths as they are written; what lies on the disk tells of a link."""
+    config = spec_file(tmp_path)
+    corpus = load(config).data.sources[0].path
+    (tmp_path / "link").symlink_to(corpus)
+    (tmp_path / "above").symlink_to(corpus.parent)
+    for other in (tmp_path / "link", tmp_path / "above" / corpus.name):
+        held_out = load(config, ["validation.interval=1", f"validation.sources=[{{path: {other}, name: other}}]"])
+        with pytest.raises(DataError, match=f"{other}: is {corpus} by another path, which is trained on"):
+            submit.check(held_out, "local")
+        both = f"data.sources=[{{path: {corpus}, weight: 0.5}}, {{path: {other}, weight: 0.5}}]"
+        with pytest.raises(DataError, match=f"{other}: is {corpus} by another path; give it once"):
+            submit.check(load(config, [both]), "local")
+    spelled = f"validation.sources=[{{path: {corpus.parent}/x/../{corpus.name}, name: other}}]"
+    with pytest.raises(SpecError, match=r"is trained on, in data\.sources"):
+        load(config, ["validation.interval=1", spelled])
+
+
 def test_case_017_code_edited_after_submission_does_not_run(tmp_path: Path) -> None:
     """The installed package would fail here (there is no corpus); the snapshot is what runs."""
     run, spec = make_run(tmp_path, FINISHES, overrides=["data.sources=[{path: none}]"])
