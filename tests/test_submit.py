@@ -624,7 +624,6 @@ from pithtrain import submit
 from pithtrain.errors import PithtrainError
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
-from test_cli import pithtrain
 
 run = RunDir(Path(sys.argv[1]))
 try:
