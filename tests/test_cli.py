@@ -1,5 +1,6 @@
 """The commands as a person or a program meets them: text, exit codes, speed."""
 
+import ast
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import fake_slurm
 from fake_run import FINISHES, WAITS_FOR_STOP, is_waiting, make_run, spec_file, wait_for
-from pithtrain import cli, rundir, show, submit
+from pithtrain import cli, errors, rundir, submit
 from pithtrain.cli import app
 from pithtrain.errors import RunDirError
 from pithtrain.rundir import RunDir
@@ -235,6 +236,49 @@ def test_a_reader_that_leaves_does_not_fail_the_run(tmp_path: Path, command: str
     assert rundir.stamp(run.done, 1)["step"] == 4
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("validate fake.yaml", "plan fake.yaml", "submit fake.yaml --dry-run", "status", "status fake --json"),
+        *("logs fake", "logs fake -f", "logs fake --rank 1", "logs fake --err", "inspect runs/fake/checkpoints/step-1"),
+        "--help",
+    ],
+)
+def test_a_reader_that_leaves_ends_a_command_that_tells_something_as_it_ends_cat(tmp_path: Path, command: str) -> None:
+    """As `pithtrain logs RUN | head -1`: without a word, be the text in a buffer still or too long for one."""
+    run, _ = make_run(tmp_path, FINISHES)
+    (run.checkpoints / "step-1").mkdir(parents=True)
+    for rank, text in enumerate(("short\n", "long\n" * 100_000)):
+        run.log(1, rank).parent.mkdir(parents=True, exist_ok=True)
+        run.log(1, rank).write_text(text)
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-m", "pithtrain", *command.split()]
+    done = subprocess.run(program, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_reader_that_leaves_fails_nothing_that_was_done(tmp_path: Path) -> None:
+    make_run(tmp_path, FINISHES)
+    read, write = os.pipe()
+    os.close(read)
+    for command, code in ((["cancel", "fake"], 0), (["cancel", "other"], 2), (["train", "fake.yaml"], 2)):
+        program = [sys.executable, "-m", "pithtrain", *command]
+        assert subprocess.run(program, cwd=tmp_path, stdout=write, stderr=write, check=False).returncode == code
+    os.close(write)
+
+
+def test_output_that_a_full_disk_does_not_take_is_told(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        program = [sys.executable, "-m", "pithtrain", "plan", str(spec_file(tmp_path))]
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: standard output cannot be written to: No space left on device\n",
+    )
+
+
 @pytest.mark.parametrize("ending", [">&-", ">&- 2>&-", "> /dev/full"])
 def test_outputs_that_are_closed_or_full_do_not_fail_the_run(tmp_path: Path, ending: str) -> None:
     run, _ = make_run(tmp_path, FINISHES)
@@ -245,15 +289,43 @@ def test_outputs_that_are_closed_or_full_do_not_fail_the_run(tmp_path: Path, end
 
 
 def test_a_hint_can_be_typed_where_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show.shutil, "which", lambda name: None)
+    monkeypatch.setattr(errors.shutil, "which", lambda name: None)
     for called, hint in (
         ("x/pithtrain/__main__.py", f"{sys.executable} -m pithtrain"),
         ("/a/pithtrain", "/a/pithtrain"),
     ):
         monkeypatch.setattr(sys, "argv", [called])
-        assert show.me() == hint
-    monkeypatch.setattr(show.shutil, "which", lambda name: "/usr/bin/pithtrain")
-    assert show.me() == "pithtrain"
+        assert errors.me() == hint
+    monkeypatch.setattr(errors.shutil, "which", lambda name: "/usr/bin/pithtrain")
+    assert errors.me() == "pithtrain"
+
+
+def test_a_hint_of_any_room_is_spelled_as_the_program_was_called(tmp_path: Path) -> None:
+    """Run as `python -m pithtrain` where there is no `pithtrain`: what an error says to type can be typed."""
+    run, spec = make_run(tmp_path, FINISHES)
+    for command, hint in (
+        (["submit", "fake.yaml"], f"resume {run.path}"),
+        (["submit", "fake.yaml", "--name", "new", "--set", "data.sources=[{path: none}]"], "tokenize"),
+        (["resume", "fake"], f"resume {run.path} --set training.max_steps=8"),
+    ):
+        if command[0] == "resume":
+            submit.foreground(run, spec)
+        done = pithtrain(*command, cwd=tmp_path, PATH="/usr/bin:/bin")
+        assert f"{sys.executable} -m pithtrain {hint}" in done.stderr
+
+
+def test_no_room_spells_the_program_itself() -> None:
+    """But for what is no person's call (a batch job, its ranks), for examples and for what a key means."""
+    called = re.compile(rf"\bpithtrain ({'|'.join(COMMANDS)})\b")
+    package = Path(cli.__file__).parent
+    found = {
+        path.name
+        for path in package.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and called.search(node.value)
+        if "\n\n" not in node.value and f'"""{node.value}' not in path.read_text()  # a docstring
+    }
+    assert found == {"batch.py", "cli.py", "preflight.py", "spec.py", "worker.py"}
 
 
 def test_a_call_that_is_wrong_ends_with_code_2(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_when_it_has_ended(
         rundir.mark(getattr(run, marker), 1, **fields)
     now = jobs.state(run, queue(slurm_says) if slurm_says else {})
     assert (now.word, now.alive) == (word, False)
-    assert word in ("done",) or now.why
+    assert now.why
 
 
 def test_a_job_whose_id_was_never_written_down_is_adopted(tmp_path: Path) -> None:
@@ -172,7 +172,40 @@ def test_cancel_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RunDirError, match="fake is running"):
         jobs.refuse_if_live(jobs.state(run), run)
     (tmp_path / "row").write_text("")
-    assert jobs.cancel(run) == "fake does not run: it is cancelled"
+    assert jobs.cancel(run) == "fake is over: cancelled while it waited in the queue"
+
+
+@pytest.mark.parametrize(
+    ("marker", "ended", "text"),
+    [
+        ("done", "done", "fake is over: done, finished at step 4"),
+        ("stop", "stopped", "fake is over: stopped, cancelled; saved at step 4"),
+        ("requeue", "stopped", "fake is over: stopped, saved at step 4 on SIGTERM"),
+        (None, "failed", "fake is over: failed, rank 1: it fell"),
+        (None, None, "fake does not run: not started"),
+    ],
+)
+def test_cancel_of_a_run_that_is_over_says_how_it_ended_and_is_no_error(
+    tmp_path: Path, marker: str | None, ended: str | None, text: str
+) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    if ended is not None:
+        rundir.record_job(run, 1, job_id="1", launcher="train", host=os.uname().nodename, time=0)
+        rundir.record_attempt(run, 1, end=1.0, ended=ended, **({} if marker else {"why": "rank 1: it fell"}))
+    if marker is not None:
+        rundir.mark(getattr(run, marker), 1, step=4, reason="SIGTERM")
+    done = pithtrain("cancel", "fake", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{text}\n")
+
+
+def test_a_local_run_that_is_killed_by_cancel_says_so(tmp_path: Path) -> None:
+    run, spec = make_run(tmp_path, WAITS_FOR_STOP)
+    submit.submit(run, spec, "local")
+    wait_for(lambda: is_waiting(run, [0, 1]))
+    assert jobs.cancel(run, at_once=True) == "fake is ended without a save"
+    wait_for(lambda: not jobs.state(run).alive)
+    assert rundir.last_attempt(run)["why"] == "cancelled; not saved, at step 1"
+    assert jobs.cancel(run) == "fake is over: cancelled; not saved, at step 1"
 
 
 def test_a_second_cancel_keeps_what_the_first_one_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -186,3 +187,32 @@ def test_the_snapshot_takes_the_tree_as_it_is(tmp_path: Path, monkeypatch: pytes
     assert rundir.renew_code(run) == ["old.py"]
     assert (run.code / "pithtrain" / "old.py").read_text() == "a = 3\n"
     assert (run.path / "code-before-1" / "pithtrain" / "old.py").read_text() == "a = 2\n"
+
+
+MERGES = """
+import sys; from pathlib import Path; from pithtrain import rundir
+run, first = rundir.RunDir(Path(sys.argv[1])), int(sys.argv[2])
+for attempt in range(first, first + 40, 2):
+    rundir.record_attempt(run, attempt, start=1.0)
+    rundir.record_job(run, attempt, job_id=str(attempt))
+"""
+
+
+def test_two_processes_that_record_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    """As the launcher of an attempt that says how it ended while rank 0 of the next one, resumed meanwhile, begins."""
+    run, _ = make_run(tmp_path, FINISHES)
+    tasks = [subprocess.Popen([sys.executable, "-c", MERGES, str(run.path), str(first)]) for first in (1, 2)]
+    assert [task.wait(60) for task in tasks] == [0, 0]
+    assert [row["attempt"] for row in rundir.read_lines(run.attempts)] == list(range(1, 41))
+    assert [job["attempt"] for job in rundir.jobs(run)] == list(range(1, 41))
+
+
+def test_a_lock_that_cannot_be_had_swallows_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = make_run(tmp_path, FINISHES)
+    monkeypatch.setattr(rundir, "MERGE_S", 0.1)
+    with rundir._merging(run):  # another process that hangs
+        rundir.record_attempt(run, 1, ended="failed")
+    run.merging.unlink()
+    run.merging.mkdir()  # one that cannot be opened
+    rundir.record_attempt(run, 2, ended="done")
+    assert [row["ended"] for row in rundir.read_lines(run.attempts)] == ["failed", "done"]

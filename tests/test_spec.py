@@ -943,6 +943,44 @@ def test_rope_keys_missing_or_unknown(tmp_path: Path, rope: str, path: str) -> N
     assert f"model.rope_parameters.{path}" in refused(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("value", ["3", "[1]", "false", "yarn"])
+def test_a_rope_that_is_no_mapping_is_one_problem(base: Path, key: str, value: str) -> None:
+    problems = refused(base, f"model.{key}={value}")
+    assert list(problems) == [f"model.{key}"]
+    assert "must be a mapping" in str(problems[f"model.{key}"])
+
+
+def test_a_key_that_takes_few_words_is_told_with_them_where_it_is_missing(tmp_path: Path) -> None:
+    text = BASE.replace("rope_theta: 1e4", "rope_parameters: {rope_theta: 1e4}")
+    problem = refused(write(tmp_path, text))["model.rope_parameters.rope_type"]
+    assert "missing; 'default': how the waves are scaled" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((0, 4), "[0, 4]"),
+        (("a", "b"), "['a', 'b']"),
+        ([None, True, (1.5,)], "[null, true, [1.5]]"),
+        ({"a": None, "b": (Path("c"),)}, "{a: null, b: ['c']}"),
+        ([], "[]"),
+    ],
+)
+def test_a_value_is_told_as_yaml_spells_it(value: object, text: str) -> None:
+    assert str(Problem("a.b", value, "is wrong")) == f"a.b = {text}: is wrong"
+
+
+def test_a_list_that_is_wrong_is_told_as_it_was_given(base: Path) -> None:
+    for override, told in (
+        ("data.sources=[]", "data.sources = []: "),
+        ("data.sources=0", "data.sources = 0: "),
+        ("model.mlp_only_layers=[0, 4]", "model.mlp_only_layers = [0, 4]: "),
+    ):
+        (problem,) = refused(base, override).values()
+        assert str(problem).startswith(told)
+
+
 def test_fields_without_effect_have_their_reason(base: Path) -> None:
     """IGNORED fields are accepted with any value, change nothing, and do not overlap the fields that are read."""
     assert all(Config.IGNORED.values())

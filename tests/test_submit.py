@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pithtrain import jobs, rundir, slurm, submit
 from pithtrain.errors import DataError, RunFailed, SlurmError, SpecError, StoppedEarly
 from pithtrain.rundir import RunDir
 from pithtrain.spec import load
+from test_cli import pithtrain
 
 FAILS_ON_ONE = """
 def run(spec, run_dir, place, watch):
@@ -335,7 +337,8 @@ def test_cancel_saves_and_the_next_attempt_has_logs_of_its_own(tmp_path: Path) -
     assert jobs.cancel(run) == "fake saves at its next step and stops"
     assert jobs.wait(run).word == "stopped"
     assert rundir.read_json(run.stop)["step"] == 1
-    assert jobs.cancel(run) == "fake does not run: it is stopped"
+    assert rundir.last_attempt(run)["why"] == "cancelled; saved at step 1"
+    assert jobs.cancel(run) == "fake is over: stopped, cancelled; saved at step 1"
 
     first_log = run.log(1, 0).read_text()
     job = submit.submit(run, spec, "local")
@@ -482,12 +485,13 @@ def test_a_signal_to_the_foreground_saves_and_ends_with_code_4(tmp_path: Path) -
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(StoppedEarly, match=r"stopped at step 1 .*\n.*pithtrain resume") as stopped:
+    with pytest.raises(StoppedEarly, match=r"stopped: saved at step 1 on SIGTERM\n.*pithtrain resume") as stopped:
         submit.foreground(run, spec)
     thread.join()
     assert stopped.value.exit_code == 4
     assert jobs.state(run).word == "stopped"
     assert json.loads(run.requeue.read_text())["reason"] == "SIGTERM"
+    assert rundir.last_attempt(run)["why"] == jobs.state(run).why == "saved at step 1 on SIGTERM"
 
 
 @pytest.mark.slow
@@ -541,6 +545,59 @@ def test_a_corpus_that_is_not_there_is_refused_before_anything_is_made(tmp_path:
     held_out = ["validation.interval=1", "validation.sources=[{path: gone}]"]
     with pytest.raises(DataError, match="gone: there is no corpus here"):
         submit.check(load(spec_file(tmp_path), held_out), "local")
+
+
+@pytest.mark.parametrize(
+    ("change", "files", "words"),
+    [
+        ("init_from", None, "init_from: .*/old does not exist"),
+        ("init_from", [], "init_from: .*/old is neither a complete checkpoint nor a run directory that has one"),
+        ("init_from", ["checkpoints/step-1/x"], "init_from: .*/old is neither a complete checkpoint nor"),
+        ("init_from", ["config.json"], r"init_from: .*/old has a config.json and no \.safetensors"),
+        ("init_from", ["config.json", "model.safetensors"], None),
+        ("resume", None, "resume: .*/old does not exist"),
+        ("data.tokenizer", None, "old: cannot read this tokenizer: No such file"),
+    ],
+)
+def test_what_a_run_begins_with_is_looked_for_before_anything_is_made(
+    tmp_path: Path, change: str, files: list[str] | None, words: str | None
+) -> None:
+    old = tmp_path / "old"
+    for file in files or []:
+        (old / file).parent.mkdir(parents=True, exist_ok=True)
+        (old / file).touch()
+    if files is not None:
+        old.mkdir(exist_ok=True)
+    spec = load(spec_file(tmp_path), [f"{change}={old}"])
+    if words is None:
+        assert submit.check(spec, "local") == []
+        return
+    with pytest.raises(DataError, match=rf"^.*{words}.*\n  where the ranks .*--force"):
+        submit.check(spec, "local")
+    [note] = submit.check(spec, "local", force=True)
+    assert re.search(words, note)
+    if change != "data.tokenizer":  # a resumed run goes by its own checkpoints
+        assert submit.check(spec, "local", resumed=True) == []
+    validated = pithtrain("validate", tmp_path / "fake.yaml", "--set", f"{change}={old}", cwd=tmp_path)
+    assert validated.returncode == 0 and re.search(f"note: .*{words}", validated.stderr)
+
+
+def test_a_corpus_by_another_path_is_the_same_corpus(tmp_path: Path) -> None:
+    """The spec compares paths as they are written; what lies on the disk tells of a link."""
+    config = spec_file(tmp_path)
+    corpus = load(config).data.sources[0].path
+    (tmp_path / "link").symlink_to(corpus)
+    (tmp_path / "above").symlink_to(corpus.parent)
+    for other in (tmp_path / "link", tmp_path / "above" / corpus.name):
+        held_out = load(config, ["validation.interval=1", f"validation.sources=[{{path: {other}, name: other}}]"])
+        with pytest.raises(DataError, match=f"{other}: is {corpus} by another path, which is trained on"):
+            submit.check(held_out, "local")
+        both = f"data.sources=[{{path: {corpus}, weight: 0.5}}, {{path: {other}, weight: 0.5}}]"
+        with pytest.raises(DataError, match=f"{other}: is {corpus} by another path; give it once"):
+            submit.check(load(config, [both]), "local")
+    spelled = f"validation.sources=[{{path: {corpus.parent}/x/../{corpus.name}, name: other}}]"
+    with pytest.raises(SpecError, match=r"is trained on, in data\.sources"):
+        load(config, ["validation.interval=1", spelled])
 
 
 def test_case_017_code_edited_after_submission_does_not_run(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from pithtrain.errors import CheckpointError, RunFailed
+from pithtrain.errors import CheckpointError, RunFailed, show
 
 FORMAT = 2
 MARKER = "checkpoint.json"
@@ -160,10 +160,25 @@ def candidates(path: Path, report: Callable[[str], None]) -> list[Path]:
     return found
 
 
+def check_beginning(init_from: Path | None, resume: str) -> None:
+    """Whether there is anything where a run is to begin, by names and markers alone: its ranks look closer. Raises
+    CheckpointError."""
+    if init_from is not None and (init_from / "config.json").exists():  # of a Hugging Face folder
+        if not any(init_from.glob("*.safetensors")):
+            raise CheckpointError(f"init_from: {init_from} has a config.json and no .safetensors: download it whole")
+        return
+    for key, path in (("init_from", init_from), ("resume", None if resume == "auto" else Path(resume))):
+        if path is not None:
+            try:
+                candidates(path, lambda reason: None)
+            except CheckpointError as error:
+                raise CheckpointError(f"{key}: {error}") from error
+
+
 def check(path: Path, content: Marker, about: dict[str, Any]) -> None:
     """Raises CheckpointError when the checkpoint's model or tokenizer is not that of `about`, with both values."""
     problems = [
-        f"{key}: the checkpoint has {theirs!r}, the spec {ours!r}"
+        f"{key}: the checkpoint has {show(theirs)}, the spec {show(ours)}"
         for kind in ("model", "tokenizer")
         if kind in about
         for key, theirs, ours in differences(kind, content.get(kind), about[kind])

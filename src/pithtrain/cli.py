@@ -7,6 +7,7 @@ code is the error's own (`errors`): a traceback here means our mistake, never th
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -22,7 +23,17 @@ import typer
 
 from pithtrain import catalog, jobs, rundir, show, slurm, worker
 from pithtrain import submit as starting
-from pithtrain.errors import DataError, PithtrainError, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly
+from pithtrain.errors import (
+    DataError,
+    PithtrainError,
+    ReaderLeft,
+    RunDirError,
+    RunFailed,
+    SlurmError,
+    SpecError,
+    StoppedEarly,
+    me,
+)
 from pithtrain.plan import plan as make_plan
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
@@ -65,14 +76,10 @@ def example(*lines: str) -> str:
 @app.command(epilog=example("pithtrain validate configs/tiny.yaml --set optimizer.lr=1e-3"))
 def validate(config: Config, overrides: Set = None) -> None:
     """Print the resolved spec, every default written out, or every error at once; what the cluster lacks, too, and
-    which corpora are not on this machine."""
-    from pithtrain import data
-
+    what it would read and is not on this machine."""
     spec = load(config, overrides or ())
-    try:
-        data.check(spec, resumed=False)
-    except DataError as error:
-        _note(str(error))
+    for missing in starting.unfound(spec):
+        _note(missing)
     if slurm.configured():
         try:
             problems, notes = slurm.problems(spec, slurm.cluster_facts(spec))
@@ -121,7 +128,7 @@ def tokenize(
         report = corpus.tokenize(
             inputs, output, tokenizer, text_key=text_key, eos=eos, overwrite=overwrite, progress=progress
         )
-    print(report)
+    _say(str(report))
 
 
 # ---- starting a run --------------------------------------------------------------------------------------------------
@@ -231,9 +238,9 @@ def sweep(
         return
     by = starting.launcher()
     if by != "slurm":
-        one = f"{show.me()} train {config} --name {specs[0].name}"
+        one = f"{me()} train {config} --name {specs[0].name}"
         raise RunDirError(f"a sweep needs Slurm, and none is configured here; one after the other:  {one} --set ...")
-    looked_at = {"slurm", "data", "validation"}  # by a check, which takes seconds
+    looked_at = {"slurm", "data", "validation", "init_from", "resume"}  # by a check, which takes seconds
     for spec in {json.dumps(spec.model_dump(mode="json", include=looked_at)): spec for spec in specs}.values():
         starting.check(spec, by, force)
     for number, spec in enumerate(specs):
@@ -242,7 +249,7 @@ def sweep(
             job = _start(_create(spec), spec, by, lane)
         except PithtrainError:
             if number:
-                print(f"the {number} runs above are submitted; `{show.me()} cancel RUN` ends one", file=sys.stderr)
+                print(f"the {number} runs above are submitted; `{me()} cancel RUN` ends one", file=sys.stderr)
             raise
         _say(f"{spec.name}: Slurm job {job['job_id']}{'' if lane is None else f', lane {lane}'}")
 
@@ -368,19 +375,19 @@ def cancel(
     output_dir: OutputDir = Path("runs"),
 ) -> None:
     """Save at the next step, then stop for good."""
-    print(jobs.cancel(rundir.find(run, output_dir), now))
+    _say(jobs.cancel(rundir.find(run, output_dir), now))
 
 
 @app.command(epilog=example("pithtrain save tiny"))
 def save(run: Run, output_dir: OutputDir = Path("runs")) -> None:
     """Ask for a checkpoint at the next step; the run goes on."""
-    print(jobs.ask_to_save(rundir.find(run, output_dir)))
+    _say(jobs.ask_to_save(rundir.find(run, output_dir)))
 
 
 @app.command(epilog=example("pithtrain stacks tiny"))
 def stacks(run: Run, output_dir: OutputDir = Path("runs")) -> None:
     """Write the stacks of all ranks into their logs; the run goes on."""
-    print(jobs.dump_stacks(rundir.find(run, output_dir)))
+    _say(jobs.dump_stacks(rundir.find(run, output_dir)))
 
 
 @app.command(epilog=example("pithtrain inspect tiny", "pithtrain inspect runs/tiny/checkpoints/step-00000200 --verify"))
@@ -468,7 +475,7 @@ def import_hf(
 
     with _progress(lines=True) as progress:
         convert.import_hf(source, out, architecture, _note, progress)
-    _say(f"{out}\n  begin with it:  {show.me()} submit CONFIG --set init_from={shlex.quote(str(out))}")
+    _say(f"{out}\n  begin with it:  {me()} submit CONFIG --set init_from={shlex.quote(str(out))}")
 
 
 def _note(text: str) -> None:
@@ -476,23 +483,40 @@ def _note(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """A line about what was done. Where it cannot be written (`| head`, a full disk), it and what follows go nowhere:
-    nothing that was done fails by that."""
-    try:
+    """A line about what was done. Where it cannot be written (`| head`, a full disk), nothing fails by that."""
+    with contextlib.suppress(PithtrainError):
         print(text, flush=True)
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+class _Output(io.FileIO):
+    """Standard output or error below its buffer. Where a write fails, it and what follows go nowhere. Of standard
+    output that is an error of ours, which no library on the way takes for its own; a note that is lost ends nothing."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            if self.fileno() == 1:
+                words = f"standard output cannot be written to: {error.strerror}"
+                raise ReaderLeft(words) if isinstance(error, BrokenPipeError) else PithtrainError(words) from None
+            return memoryview(data).nbytes
 
 
 def _open_outputs() -> None:
-    """Where the caller closed standard output or error (`>&-`), what is written there goes nowhere, by ranks too."""
+    """Standard output and error as `_Output`; where the caller closed one (`>&-`), what is written there goes nowhere,
+    by ranks too."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.set_inheritable(number, True)  # where the lowest free descriptor was this one
-            setattr(sys, name, open(number, "w"))  # noqa: SIM115
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+        old = getattr(sys, name)
+        lines = old.line_buffering or old.write_through
+        below = io.BufferedWriter(_Output(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(below, old.encoding, old.errors, line_buffering=lines))
 
 
 def _wait(run: RunDir) -> None:
@@ -508,10 +532,10 @@ def _wait(run: RunDir) -> None:
     try:
         ended = jobs.wait(run, report)
     except KeyboardInterrupt:
-        print(f"\nthe run goes on:  {show.me()} status {run.path}   {show.me()} cancel {run.path}", file=sys.stderr)
+        print(f"\nthe run goes on:  {me()} status {run.path}   {me()} cancel {run.path}", file=sys.stderr)
         raise SystemExit(130) from None
     if ended.word in ("stopped", "cancelled"):
-        raise RunFailed(f"{run.name} is {ended.word}: {ended.why}\n  go on:  {show.me()} resume {run.path}")
+        raise RunFailed(f"{run.name} is {ended.word}: {ended.why}\n  go on:  {me()} resume {run.path}")
     if ended.word != "done":
         raise jobs.failure(run, ended.attempt)
 
@@ -562,11 +586,21 @@ def _progress(
 
 
 def main() -> None:
-    """The console script: the only place that turns an error into text and an exit code."""
+    """The console script: the only place that turns an error into text and an exit code.
+
+    A reader that leaves (`pithtrain logs RUN | head -1`) ends a command that tells something as it ends `cat`: without
+    a word, and with the code of `ReaderLeft`. One that does something goes on, and its code says what came of it
+    (`_say`).
+    """
     _open_outputs()
     os.umask(os.umask(0o022) | 0o022)  # what runs is read from the run directory: nobody else writes there
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # at the interpreter's end nobody could answer
+    except ReaderLeft as error:
+        sys.exit(error.exit_code)
     except PithtrainError as error:
         print(error if isinstance(error, StoppedEarly) else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from pithtrain import catalog, checkpoint
 from pithtrain.catalog import Marker
-from pithtrain.errors import CheckpointError, SpecError
+from pithtrain.errors import CheckpointError, SpecError, show
 from pithtrain.models.contract import HfTensor, ModelConfig, Parameter, architecture_of
 from pithtrain.spec import ModelSection, read_model
 from pithtrain.world import World
@@ -454,6 +454,6 @@ def init(path: Path, zero: Zero, world: World, model: ModelSection, report: Note
     if bad := world.from_rank_zero(sorted({name for names in world.to_rank_zero(mine) for name in names})):
         raise CheckpointError(f"init_from: {path} holds NaN or infinity in {', '.join(bad)}")
     for key, there, here in catalog.differences("model", theirs, ours):
-        report(f"init_from {path}: {key} is {there!r} there and {here!r} in the spec, which is what counts")
+        report(f"init_from {path}: {key} is {show(there)} there and {show(here)} in the spec, which is what counts")
     if tokenizer is not None and theirs_sha != tokenizer:
         report(f"init_from {path}: its tokenizer is not the one that the data were made with, so ids mean other text")

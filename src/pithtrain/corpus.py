@@ -44,7 +44,7 @@ import zstandard
 from pydantic_core import from_json
 from tokenizers import Tokenizer
 
-from pithtrain.errors import DataError
+from pithtrain.errors import DataError, me
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -146,7 +146,7 @@ def open_corpus(path: Path) -> Corpus:
     """The corpus in directory `path`. Raises DataError when it is missing, incomplete or a shard was cut short. Costs
     one small file and a stat per shard; the shards' headers are read when they are mapped."""
     if not path.is_dir():
-        raise DataError(f"{path}: there is no corpus here; `pithtrain tokenize` makes one")
+        raise DataError(f"{path}: there is no corpus here; `{me()} tokenize` makes one")
     manifest = path / MANIFEST
     if not manifest.exists():
         found = f"{len(list(path.glob('*.tokens')))} shards and no {MANIFEST}"

@@ -25,6 +25,7 @@ epoch 1, sample 1. If a document begins at token 6, then with the mask sample 1 
 Weights 0.75 and 0.25 read corpora 0 0 1 0 0 0 1 0 and so on.
 """
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -166,6 +167,9 @@ class Dataset:
         self.sequence_length, self.seed = sequence_length, seed
         self.shuffle, self.document_mask = data.shuffle, data.document_mask
         self.epochs = None if data.repeat else data.epochs  # None: as many as are asked for
+        for number, source in enumerate(data.sources):
+            if twice := _same(source.path, data.sources[:number]):
+                raise DataError(f"{source.path}: is {twice} by another path; give it once, with the sum of the weights")
         self.fingerprint = self.streams[0].fingerprint
         wanted = tokenizer_sha256(data.tokenizer) if data.tokenizer else self.fingerprint
         named = f"data.tokenizer {data.tokenizer}" if data.tokenizer else f"that of {self.streams[0].corpus.path}"
@@ -241,6 +245,15 @@ class Dataset:
         return found
 
 
+def _same(path: Path, sources: Sequence[DataSource]) -> Path | None:
+    """The path by which `sources` have this folder, whatever links lead there: the spec alone compares spellings."""
+    for source in sources:
+        with contextlib.suppress(OSError):  # of a rank that does not train on it, it need not be there
+            if source.path.samefile(path):
+                return source.path
+    return None
+
+
 class HeldOut(NamedTuple):
     """A corpus of `validation`: the name of its loss, its samples in one order for all runs, how many are read."""
 
@@ -269,6 +282,11 @@ def held_out(spec: RunSpec, fingerprint: str | None) -> list[HeldOut]:
     for source in spec.validation.sources:
         alone = {"sources": (DataSource(path=source.path),), "tokenizer": None, "shuffle": True, "repeat": True}
         dataset = _open(spec, spec.data.model_copy(update=alone), 0)
+        if trained := _same(source.path, spec.data.sources):
+            raise DataError(
+                f"{source.path}: is {trained} by another path, which is trained on: its loss tells nothing of other "
+                "text; tokenize text that is left out there"
+            )
         if fingerprint not in (None, dataset.fingerprint):
             raise DataError(
                 f"{source.path}: was made with another tokenizer (sha256 {dataset.fingerprint[:12]}) than the corpus "

@@ -41,7 +41,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pithtrain import catalog, rundir, slurm, worker
-from pithtrain.errors import SlurmError
+from pithtrain.errors import SlurmError, me
 from pithtrain.spec import SlurmSection
 from pithtrain.watch import usable_cores
 
@@ -255,7 +255,7 @@ def judge_collective(backend: str, codes: Sequence[int], said: Sequence[str]) ->
     """`said`: what each process printed; its last line is a measurement, or why there is none."""
     if backend == "nccl":
         who = f"NCCL over {len(codes)} GPUs"
-        mend = "`nvidia-smi topo -m` shows the links; NCCL_P2P_DISABLE=1 pithtrain doctor goes round direct access"
+        mend = f"`nvidia-smi topo -m` shows the links; NCCL_P2P_DISABLE=1 {me()} doctor goes round direct access"
     else:
         who, mend = f"gloo over {len(codes)} processes", "ip link set lo up: the loopback interface may be down"
     if any(codes):
@@ -379,7 +379,7 @@ def judge_limits(config: Mapping[str, str], partitions: Sequence[Mapping[str, st
             facts += f"; {row['State'].lower()}"
             mend = "slurm.partition: choose another, `sinfo -s` shows them"
         yield _judge(f"partition {name}", not mend, facts, mend)
-    mend = "stop runs with `pithtrain cancel RUN`: it waits for the save"
+    mend = f"stop runs with `{me()} cancel RUN`: it waits for the save"
     yield _judge("stopping", wait_s >= LEAST_STOP_S, f"KillWait: {wait_s:.0f} s from scancel to the kill", mend)
     yield Check("requeue", "OK", f"JobRequeue: {config.get('JobRequeue', '?')}; a run's script asks for it in any case")
     tracked = config.get("ProctrackType", "").removeprefix("proctrack/")
@@ -399,7 +399,7 @@ def _preemption(kind: str, row: Mapping[str, str], wait_s: float) -> tuple[str, 
     if "SUSPEND" in mode:
         return f"{found} (a suspended run outlives its collectives' time-outs)", "slurm.partition: choose another"
     if mode == "CANCEL" and grace_s == 0:
-        return f"{found} (Slurm restarts nothing)", f"{often}; afterwards `pithtrain resume RUN`"
+        return f"{found} (Slurm restarts nothing)", f"{often}; afterwards `{me()} resume RUN`"
     return found, often if grace_s + wait_s < LEAST_STOP_S else ""
 
 
@@ -407,7 +407,7 @@ def _preemption(kind: str, row: Mapping[str, str], wait_s: float) -> tuple[str, 
 
 
 def _without(host: str) -> str:
-    return f"leave it out: `pithtrain resume RUN --exclude {host}`, or `submit` with --set slurm.exclude={host}"
+    return f"leave it out: `{me()} resume RUN --exclude {host}`, or `submit` with --set slurm.exclude={host}"
 
 
 def _whole_nodes(partition: str | None) -> list[str]:

@@ -9,6 +9,7 @@ with `error.exit_code`; any other exception is our own mistake and keeps its tra
     2     the spec, its data or the call is wrong; trying again cannot help
     3     it cannot fit this memory or device
     4     stopped before its end with its state saved (`train` only)
+    141   nobody reads the output any more, as in `| head -1`: a shell's code for what SIGPIPE has ended
 
 Worked example, two mistakes reported at once:
 
@@ -20,10 +21,15 @@ Worked example, two mistakes reported at once:
       training.lr = 0.1: is not a key of training; did you mean optimizer.lr?
 """
 
+import os
+import shutil
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import cast
 
 LONGEST_VALUE = 120  # characters of a refused value that are shown: enough to recognise it, not a page of YAML
 
@@ -49,11 +55,32 @@ ABSENT = Absent.ABSENT
 
 
 def show(value: object) -> str:
-    """A value as YAML spells it, cut to a length at which one still recognises it."""
-    words = {None: "null", True: "true", False: "false"}
-    plain = str(value) if isinstance(value, Path) else value
-    text = words[plain] if plain is None or isinstance(plain, bool) else repr(plain)
+    """A value as YAML spells it on one line, cut to a length at which one still recognises it."""
+    text = _spell(value)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def _spell(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_spell, cast('Sequence[object]', value)))}]"
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value).items()
+        return f"{{{', '.join(f'{key}: {_spell(item)}' for key, item in items)}}}"
+    return repr(str(value) if isinstance(value, Path) else value)
+
+
+def me() -> str:
+    """How to call this program again, for a hint: by its name, or as it was called where no activated environment has
+    it. A batch job and its ranks, whose words are read later and by anybody, say `pithtrain`."""
+    path = Path(sys.argv[0])
+    if path.parts[-2:] == ("pithtrain", "__main__.py") and shutil.which("pithtrain") is None:
+        return f"{sys.executable} -m pithtrain"
+    if shutil.which("pithtrain") is not None or path.name != "pithtrain":
+        return "pithtrain"
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
 
 
 @dataclass(frozen=True)
@@ -132,3 +159,9 @@ class StoppedEarly(PithtrainError):  # noqa: N818
     """Asked to stop before the last step; the state is saved and the run can be resumed."""
 
     exit_code = 4
+
+
+class ReaderLeft(PithtrainError):  # noqa: N818
+    """Whoever read what a command told has what it wanted: no failure, and no word is said."""
+
+    exit_code = 128 + signal.SIGPIPE

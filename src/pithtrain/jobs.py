@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from pithtrain import flight, rundir, slurm
-from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError
+from pithtrain.errors import PithtrainError, RunDirError, RunFailed, SlurmError, me
 from pithtrain.rundir import RunDir
 from pithtrain.watch import lives, process_start
 
@@ -200,6 +200,16 @@ def _living(
     return running if any(local_pids(run, job)) else None
 
 
+def well_ended(run: RunDir, attempt: int) -> str | None:
+    """How an attempt came to an end of its own, as `batch.decide` words it; None where its markers tell of none."""
+    done, stop, requeue = (rundir.stamp(marker, attempt) for marker in (run.done, run.stop, run.requeue))
+    if done:
+        return f"finished at step {done['step']}"
+    if "step" in stop:
+        return f"cancelled; {_kept(run, stop)}"
+    return f"{_kept(run, requeue)} on {requeue.get('reason') or 'request'}" if "step" in requeue else None
+
+
 def _kept(run: RunDir, marker: dict[str, Any]) -> str:
     return "nothing saved" if rundir.saves_nothing(run) else f"saved at step {marker['step']}"
 
@@ -213,9 +223,9 @@ def _ended(
     if attempt == 0:
         return "not started", "its submission did not come to its end" if job else None
     if done:
-        return "done", why
+        return "done", why or well_ended(run, attempt)
     if "step" in stop:
-        return "stopped", why or f"cancelled, {_kept(run, stop)}"
+        return "stopped", why or well_ended(run, attempt)
     theirs = known.state if known else None
     if theirs is None and job.get("launcher") == "slurm" and job.get("job_id") and not last.get("end"):
         theirs = slurm.accounting_state(job["job_id"])
@@ -224,7 +234,7 @@ def _ended(
     if last.get("ended") == "failed" or rundir.first_error(run, attempt) is not None:
         return "failed", why or cause(run, attempt).line
     if "step" in requeue:
-        return "stopped", why or _kept(run, requeue)
+        return "stopped", why or well_ended(run, attempt)
     if job.get("job_id") is None:
         return "not started", "its submission did not come to its end, and Slurm knows no such job"
     slurm_says = f"Slurm says {theirs.lower()}; " if theirs else ""
@@ -391,13 +401,14 @@ def refuse_if_live(now: State, run: RunDir) -> None:
     """Raises RunDirError while something trains, or waits to train, in this run directory."""
     if now.alive:
         what = ", ".join(filter(None, [f"attempt {now.attempt}", f"{now.launcher} {now.job_id}", now.why]))
-        raise RunDirError(f"{run.name} is {now.word} ({what})\n  stop it first:  pithtrain cancel {run.path}")
+        raise RunDirError(f"{run.name} is {now.word} ({what})\n  stop it first:  {me()} cancel {run.path}")
 
 
 def cancel(run: RunDir, at_once: bool = False) -> str:
     """Ask the run to save at its next step and stop, or end it `at_once`; returns what was done, in words. The STOP
     marker reaches a run on any host within a second or so, also one whose ranks are still starting; the signal, where
-    there is a way to send it, at once. A job that has not begun is taken out of the queue."""
+    there is a way to send it, at once. A job that has not begun is taken out of the queue. A run that is over is told
+    of, and no error: who cancels wants a run that does not train, and may ask twice."""
     job, last = rundir.last_job(run), rundir.last_attempt(run)
     try:
         now = state(run)
@@ -407,7 +418,9 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
         rundir.mark(run.stop, last["attempt"])
         return f"{run.name} was asked by its marker to save and stop; {str(silent).splitlines()[0]}"
     if not now.alive:
-        return f"{run.name} does not run: it is {now.word}"
+        what = "is over" if now.attempt and now.word != "damaged" else "does not run"
+        why = now.why or ""
+        return f"{run.name} {what}: " + (why if why.startswith(now.word) else f"{now.word}, {why}".removesuffix(", "))
     saved = rundir.stamp(run.stop, now.attempt).get("step")
     if saved is not None and not at_once:
         return f"{run.name} has saved step {saved} and is ending"
@@ -426,6 +439,9 @@ def cancel(run: RunDir, at_once: bool = False) -> str:
             return f"{run.name} was asked by its marker to save and stop; {refused}"
     elif job["host"] == socket.gethostname():
         _send(signal.SIGKILL if at_once else signal.SIGTERM, local_pids(run, job))
+        if at_once:  # nobody is left who could
+            why = f"cancelled; not saved, at step {reached(run)}"
+            rundir.record_end(run, now.attempt, end=time.time(), ended="cancelled", why=why)
     elif at_once:
         raise RunDirError(f"{run.name} runs on {job['host']}: it saves and stops; to kill it, run this command there")
     if at_once:

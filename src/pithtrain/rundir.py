@@ -17,8 +17,10 @@ answered by reading files, on any machine that sees the folder, without the proc
         wandb/  wandb.id                    the id is made with the directory: one W&B run over all attempts
         DONE STOP REQUEUE                   markers, stamped with the attempt; stale ones are cleared at attempt start
 
-Two rules keep it true without locks. A directory and an attempt are *claimed* by `mkdir`, which one caller wins; and a
-file that is read while it changes is written aside and renamed, so a reader sees the old text or the new one. Lines of
+Two rules keep it true for readers, who take no lock. A directory and an attempt are *claimed* by `mkdir`, which one
+caller wins; and a file that is read while it changes is written aside and renamed, so a reader sees the old text or the
+new one. Who changes a part of submit.json or attempts.jsonl writes all of it anew, and keeps others out (`_merging`):
+the launcher of one attempt may still write how it ended while the next one, which was resumed, begins. Lines of
 a `.jsonl` file are appended whole; a torn last line (the writer was killed) is skipped by readers and cut by the next
 writer.
 """
@@ -44,7 +46,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import yaml
 
@@ -57,6 +59,7 @@ CAPTURED = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|TORCH|PYTORCH|CUDA|CUDNN|NVIDIA)_(?!.*(KEY|TOKEN|SECRET|PASSWORD)).*"
     r"|SLURM_CONF|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|LOADEDMODULES"
 )
+MERGE_S = 5.0  # a merge takes milliseconds; what is waited for longer hangs, or is a file system's lock that does
 RESERVE_BYTES = 256 * 1024  # a traceback a rank
 TAIL_BYTES = 64 * 1024  # holds the last line of any metrics.jsonl
 
@@ -95,6 +98,7 @@ class RunDir:
     requeue = _At("REQUEUE")
     save = _At("SAVE")
     lock = _At(".lock")
+    merging = _At(".merging")
     reserve = _At(".reserve")  # room for last words on a full disk
 
     @property
@@ -293,7 +297,9 @@ def renew_code(run: RunDir) -> list[str]:
     if changed:
         before = len(list(run.path.glob("code-before-*")))
         run.code.rename(run.path / f"code-before-{before + 1}")
-        update_submit(run, code=snapshot_code(run))
+        code = snapshot_code(run)
+        with _merging(run):
+            _update_submit(run, code=code)
     return changed
 
 
@@ -323,8 +329,8 @@ def runs(output_dir: Path) -> list[RunDir]:
     return sorted(found, key=lambda run: (run.spec_yaml.stat().st_mtime, run.name))
 
 
-def update_submit(run: RunDir, **fields: Any) -> None:
-    """Change top-level fields of submit.json."""
+def _update_submit(run: RunDir, **fields: Any) -> None:
+    """Change top-level fields of submit.json; inside `_merging`."""
     write_atomic(run.submit_json, json.dumps(read_json(run.submit_json) | fields, indent=2) + "\n")
 
 
@@ -340,14 +346,16 @@ def jobs(run: RunDir) -> list[dict[str, Any]]:
 def record_job(run: RunDir, attempt: int, **fields: Any) -> None:
     """Write fields into the entry of the job that began with `attempt`. The submitting command, the job and whoever
     asks for its state may each complete it: they write the same values."""
-    entries = {entry["attempt"]: entry for entry in jobs(run)}
-    entries[attempt] = entries.get(attempt, {"attempt": attempt}) | fields
-    update_submit(run, jobs=[entries[key] for key in sorted(entries)])
+    with _merging(run):
+        entries = {entry["attempt"]: entry for entry in jobs(run)}
+        entries[attempt] = entries.get(attempt, {"attempt": attempt}) | fields
+        _update_submit(run, jobs=[entries[key] for key in sorted(entries)])
 
 
 def forget_job(run: RunDir, attempt: int) -> None:
     """Take out the entry of a submission that was refused."""
-    update_submit(run, jobs=[entry for entry in jobs(run) if entry["attempt"] != attempt])
+    with _merging(run):
+        _update_submit(run, jobs=[entry for entry in jobs(run) if entry["attempt"] != attempt])
 
 
 def last_job(run: RunDir) -> dict[str, Any]:
@@ -359,15 +367,39 @@ def last_job(run: RunDir) -> dict[str, Any]:
 def locked(run: RunDir) -> Generator[None, None, None]:
     """Keep other commands from starting or resuming this run meanwhile; a dead process has no lock. Raises RunDirError
     where another has it. Where the file system has no locks, `claim_attempt` still decides."""
-    with open(run.lock, "a", opener=functools.partial(os.open, mode=0o600)) as file:  # for this user alone
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"another command is starting {run.name} right now: look with `pithtrain status`"
-            raise RunDirError(busy) from None
-        except OSError:
-            pass
+    with _open_lock(run.lock) as file:
+        if not _taken(file):
+            busy = f"another command is starting {run.name} right now: look with `{errors.me()} status`"
+            raise RunDirError(busy)
         yield
+
+
+@contextlib.contextmanager
+def _merging(run: RunDir) -> Generator[None, None, None]:
+    """Keep other processes from reading what is about to be written anew. A lock of its own: who starts a run holds the
+    other one while the run writes. Without it, where it cannot be had: a full disk or a hanging file system must not
+    swallow how something ended."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            file, deadline = held.enter_context(_open_lock(run.merging)), time.monotonic() + MERGE_S
+            while not _taken(file) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        yield
+
+
+def _open_lock(path: Path) -> TextIO:
+    return open(path, "a", opener=functools.partial(os.open, mode=0o600))  # for this user alone
+
+
+def _taken(file: TextIO) -> bool:
+    """Whether the lock is ours now; also where the file system has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def require_own(run: RunDir) -> None:
@@ -410,11 +442,11 @@ def point_latest(run: RunDir, attempt: int) -> None:
 
 
 def record_attempt(run: RunDir, attempt: int, **fields: Any) -> None:
-    """Write fields into the attempt's line of attempts.jsonl. Only one process does so at a time: rank 0 while it
-    lives, its launcher afterwards."""
-    rows = {row["attempt"]: row for row in read_lines(run.attempts)}
-    rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
-    write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+    """Write fields into the attempt's line of attempts.jsonl: rank 0 while it lives, its launcher afterwards."""
+    with _merging(run):
+        rows = {row["attempt"]: row for row in read_lines(run.attempts)}
+        rows[attempt] = rows.get(attempt, {"attempt": attempt}) | fields
+        write_last_words(run, run.attempts, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
 
 
 def record_end(run: RunDir, attempt: int, **fields: Any) -> None:
@@ -485,7 +517,7 @@ def _exists_message(run: RunDir, spec_yaml: str) -> str:
     done = f"it is done at step {read_json(run.done).get('step')}" if run.done.exists() else "it is not done"
     return (
         f"the run directory {run.path} exists; {done}; {differs}\n"
-        f"  go on with it:   pithtrain resume {run.path}\n"
+        f"  go on with it:   {errors.me()} resume {run.path}\n"
         "  a separate run:  the same command with --name NEW"
     )
 

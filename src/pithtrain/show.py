@@ -1,9 +1,7 @@
 """What the commands print: tables and summaries for people, as text. Programs read `--json`, which never comes here."""
 
 import math
-import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -15,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pithtrain import rundir
+from pithtrain.errors import me
 from pithtrain.jobs import State, wandb_address
 from pithtrain.rundir import RunDir
 from pithtrain.slurm import words
@@ -24,17 +23,6 @@ from pithtrain.spec import RunSpec
 def console() -> Console:
     """Standard output; a pipe has no width, and gets whole lines."""
     return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
-
-
-def me() -> str:
-    """How to call this program again: by its name, or as it was called where no activated environment has it."""
-    path = Path(sys.argv[0])
-    if path.name == "__main__.py" and shutil.which("pithtrain") is None:
-        return f"{sys.executable} -m pithtrain"
-    if shutil.which("pithtrain") is not None or path.name != "pithtrain":
-        return "pithtrain"
-    near = os.path.relpath(path)
-    return str(path) if near.startswith("..") else near
 
 
 def states_table(states: Sequence[State]) -> Table:

@@ -242,7 +242,7 @@ def accounting_state(job_id: str) -> str | None:
 
 HELD = re.compile("JobHeld|JobHoldMaxRequeue|requeued.*held", re.IGNORECASE)
 _NEVER = {  # what the reason says -> why the job will never start as it is
-    "JobHeldUser|job.requeued.in.held": "it is held: `pithtrain resume` lets it go on",
+    "JobHeldUser|job.requeued.in.held": "it is held: `resume` lets it go on",
     "JobHeldAdmin": "an administrator holds it",
     "JobHoldMaxRequeue|launch.failed.requeued": "it is held after too many failed launches",
     "PartitionTimeLimit": "slurm.time is above the limit of its partition",

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 import pydantic
 import yaml
@@ -938,12 +938,23 @@ _WORDS = {  # what pydantic says, and what we say
 
 
 def _fields(owner: type[Strict], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every key below a section, by its full path, and what it means."""
+    """Every key below a section, by its full path, and what it means, with the words that it takes if those are few."""
     for name, info in owner.model_fields.items():
-        yield prefix + name, info.description or ""
-        for kind in (info.annotation, *get_args(info.annotation)):  # itself, one of several, those of a list
-            if isinstance(kind, type) and issubclass(kind, Strict) and kind is not ModelConfig:  # `read_model` adds it
-                yield from _fields(kind, f"{prefix}{name}.")
+        kinds = info.annotation, *get_args(info.annotation)  # itself, one of several, those of a list
+        below = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Strict)]
+        yield prefix + name, _meaning([info])
+        for kind in (kind for kind in below if kind is not ModelConfig):  # `read_model` adds those of the model
+            yield from _fields(kind, f"{prefix}{name}.")
+        if isinstance(tag := info.discriminator, str):  # the key that all kinds have, each with words of its own
+            yield f"{prefix}{name}.{tag}", _meaning([kind.model_fields[tag] for kind in below])
+
+
+def _meaning(same: Sequence[FieldInfo]) -> str:
+    """What a key means, from its field in each kind of a mapping."""
+    kinds = [info.annotation for info in same if get_origin(info.annotation) is Literal]
+    words = [show(word) for kind in kinds for word in get_args(kind)]
+    one_of = f"one of {', '.join(words)}" if len(words) > 1 else "".join(words)
+    return ": ".join(filter(None, [one_of, same[0].description]))
 
 
 def _suggest(path: str, known: Iterable[str]) -> str:

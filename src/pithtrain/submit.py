@@ -31,7 +31,18 @@ from subprocess import DEVNULL, STDOUT
 from typing import Any, Literal
 
 from pithtrain import catalog, jobs, rundir, slurm, watch, worker
-from pithtrain.errors import DataError, Problem, RunDirError, RunFailed, SlurmError, SpecError, StoppedEarly, show
+from pithtrain.errors import (
+    CheckpointError,
+    DataError,
+    Problem,
+    RunDirError,
+    RunFailed,
+    SlurmError,
+    SpecError,
+    StoppedEarly,
+    me,
+    show,
+)
 from pithtrain.rundir import RunDir
 from pithtrain.spec import RunSpec, load
 
@@ -138,16 +149,28 @@ def check(spec: RunSpec, by: Launcher, force: bool = False, resumed: bool = Fals
     """What can be known before anything is made: notes for the user, among them Slurm's estimate of the start. Raises
     SpecError for what cannot start this way, SlurmError with Slurm's own words where it refuses the script. `force`:
     what we would refuse is a note, and Slurm and the ranks decide."""
+    missing = unfound(spec, resumed)
+    if missing and not force:
+        raise DataError("\n".join([*missing, "  where the ranks see other files than this machine: --force"]))
+    return missing + _check_place(spec, by, force)
+
+
+def unfound(spec: RunSpec, resumed: bool = False) -> list[str]:
+    """What the ranks would miss when they start, as far as this machine sees it: corpora, the tokenizer and, unless the
+    run is `resumed`, which goes by its own checkpoints, what it is to begin with."""
     from pithtrain import data  # and numpy, which most commands do without
 
-    unfound: list[str] = []
+    found: list[str] = []
     try:
         data.check(spec, resumed)
     except DataError as error:
-        if not force:
-            raise DataError(f"{error}\n  where the ranks see other files than this machine: --force") from None
-        unfound = [str(error)]
-    return unfound + _check_place(spec, by, force)
+        found.append(str(error))
+    try:
+        if not resumed:
+            catalog.check_beginning(spec.init_from, spec.resume)
+    except CheckpointError as error:
+        found.append(str(error))
+    return found
 
 
 def _check_place(spec: RunSpec, by: Launcher, force: bool) -> list[str]:
@@ -199,7 +222,7 @@ def submit(
         said = "\n".join(dict.fromkeys(output.read_text().strip().splitlines()))  # submitit repeats what sbatch says
         if by == "slurm" and slurm.AWAY.search(said):
             unknown = f"it is not known whether Slurm took {run.name}: {said}"
-            raise SlurmError(f"{unknown}\n  see:  pithtrain status {run.path}")
+            raise SlurmError(f"{unknown}\n  see:  {me()} status {run.path}")
         rundir.forget_job(run, attempt)
         raise RunFailed(f"could not submit {run.name}: {said or 'no output'}")
     return job
@@ -276,7 +299,7 @@ def prepare_resume(run: RunDir, changes: Sequence[str], by: Launcher, force: boo
     if done_at >= spec.training.max_steps:
         raise RunDirError(
             f"{run.name} is done at step {done_at} = training.max_steps\n"
-            f"  go on:  pithtrain resume {run.path} --set training.max_steps={2 * done_at}"
+            f"  go on:  {me()} resume {run.path} --set training.max_steps={2 * done_at}"
         )
     return [*check(spec, by, force, resumed=True), *_renew(run, before, spec)]
 
@@ -316,7 +339,7 @@ def _change_waiting(run: RunDir, now: jobs.State, before: RunSpec, spec: RunSpec
     changed = {key for key in new if old[key] != new[key]}
     if stays := sorted(changed - keys.keys() - {"max_requeues"}):
         rule = f"cannot change while job {now.job_id} waits"
-        hint = f"pithtrain cancel {run.path}, then resume"
+        hint = f"{me()} cancel {run.path}, then resume"
         raise SpecError([Problem(f"slurm.{key}", new[key], rule, hint) for key in stays])
     fields = {keys[key]: new[key] if key != "time" else spec.slurm.time_minutes for key in changed & keys.keys()}
     if fields:
@@ -432,19 +455,16 @@ def supervise(tasks: Sequence["subprocess.Popen[bytes]"], limit_s: float = math.
 
 def report_end(run: RunDir, attempt: int, exit_codes: Sequence[int]) -> None:
     """Say how an attempt ended, by the run directory or exit codes. Raises RunFailed or StoppedEarly unless done."""
-    if not any(exit_codes):
-        if rundir.stamp(run.done, attempt):
-            return
-        for stamp in (rundir.stamp(run.stop, attempt), rundir.stamp(run.requeue, attempt)):
-            if "step" in stamp:
-                message = f"stopped at step {stamp['step']} with its state saved\n  go on:  pithtrain resume {run.path}"
-                raise StoppedEarly(message)
+    well = None if any(exit_codes) else jobs.well_ended(run, attempt)
     last = rundir.last_attempt(run)
     if last.get("attempt") == attempt:
         with contextlib.suppress(OSError):  # a full disk hides no cause
-            ended = {"end": time.time(), "ended": "killed"} if last.get("end") is None else {}
-            rundir.record_attempt(run, attempt, **ended, why=jobs.cause(run, attempt, exit_codes).line)
-    raise jobs.failure(run, attempt, exit_codes)
+            ended = {} if well or last.get("end") is not None else {"end": time.time(), "ended": "killed"}
+            rundir.record_attempt(run, attempt, **ended, why=well or jobs.cause(run, attempt, exit_codes).line)
+    if well is None:
+        raise jobs.failure(run, attempt, exit_codes)
+    if not rundir.stamp(run.done, attempt):
+        raise StoppedEarly(f"stopped: {well}\n  go on:  {me()} resume {run.path}")
 
 
 if __name__ == "__main__":

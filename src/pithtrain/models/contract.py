@@ -201,7 +201,7 @@ Rule = tuple[str, bool, str]
 class PlainRope(Strict):
     """A rotary embedding without scaling."""
 
-    rope_type: Literal["default"] = Field(description="how the waves are scaled: not at all")
+    rope_type: Literal["default"] = Field(description="how the waves are scaled; default: not at all")
     rope_theta: float = Field(gt=1, description="base of the rotation's wave lengths")
 
 
