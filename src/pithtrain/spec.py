@@ -35,6 +35,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 import pydantic
 import yaml
 from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
+from pydantic.fields import FieldInfo
 
 from pithtrain.errors import ABSENT, Problem, SpecError, show
 from pithtrain.models.contract import Integer, ModelConfig, Positive, Strict, load_config, only
