@@ -1052,7 +1052,7 @@ def test_a_run_that_begins_with_other_fields_is_told_which(source: Path, exporte
         told: list[str] = []
         logits(other, path, told)
         assert [re.search(r": model\.(\S+) is (\S+) there and (\S+)", line).groups() for line in told] == [  # type: ignore[union-attr]
-            ("norm_topk_prob", "True", "False"),
+            ("norm_topk_prob", "true", "false"),
             ("rms_norm_eps", "1e-06", "1e-05"),
             ("rope_parameters.rope_theta", "10000.0", "500.0"),
         ]

@@ -74,7 +74,10 @@ def matrices_of(stored: Tensor, rows: int) -> Tensor:
     return stored.view(-1, rows, stored.shape[1])
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 3, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)])
+SLOWER = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(1, 1, 1), (2, 1, 2)]]
+
+
+@pytest.mark.parametrize("mesh", [(1, 3, 1), *SLOWER])
 def test_update_is_nesterovs_momentum_turned_matrix_by_matrix(pool: Pool, mesh: Mesh) -> None:
     """Against a plain one by decomposition for matrices of layers, each expert's gate, up and down by itself, and
     torch's AdamW for the rest."""
@@ -247,11 +250,12 @@ def test_there_is_no_second_moment_of_what_it_moves() -> None:
     ("old", "new"),
     [
         ((2, 1, 2), (1, 3, 1)),
-        pytest.param((1, 3, 1), (1, 1, 4), marks=pytest.mark.slow),
-        pytest.param((1, 3, 1), (1, 3, 1), marks=pytest.mark.slow),
+        ((1, 3, 1), (1, 1, 4)),
+        ((1, 3, 1), (1, 3, 1)),
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_checkpoint_is_taken_on_by_any_mesh(pool: Pool, tmp_path: Path, old: Mesh, new: Mesh) -> None:
     fields = {mesh: spec_of(mesh, "float32").model_dump(mode="json") for mesh in (old, new)}
     want = whole(pool.run(int(np.prod(old)), save_job, fields[old], tmp_path, 2))
