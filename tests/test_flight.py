@@ -132,3 +132,6 @@ def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path, kept: i
     assert run.collectives(1, 0).exists() == bool(kept)
     first = rundir.first_error(run, 1)
     assert first is not None and first["rank"] == 1, "what is recorded is no error"
+    if kept:
+        run.collectives(1, 1).write_text('{"groups": [{"gr')
+        assert "rank 1 told nothing" in jobs.cause(run, 1).line

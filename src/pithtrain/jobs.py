@@ -16,7 +16,6 @@ died between sbatch and bookkeeping is found here and adopted.
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -324,7 +323,8 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
 def collectives(run: RunDir, attempt: int) -> list[str]:
     """What the ranks of a failed attempt waited for, a line per group."""
     files = {path: int(path.stem.removeprefix("rank-")) for path in run.errors(attempt).glob("rank-*.collectives")}
-    return flight.lines({rank: json.loads(path.read_text()) for path, rank in files.items()})
+    told = {rank: rundir.read_json(path).get("groups") for path, rank in files.items()}
+    return flight.lines({rank: groups for rank, groups in told.items() if groups})  # a torn file tells nothing
 
 
 def header(attempt: int) -> str:
