@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 from typer.testing import CliRunner
 
 from fake_run import change_snapshot, ends, start_workers
@@ -23,7 +25,8 @@ A, B = "all_to_all", "all_reduce"
 def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dict[str, Any]:
     """Of one rank: `done` have ended; those after it are open, each an operation and its number."""
     found = [{"number": number, "operation": operation, "sizes": [[width]]} for operation, number in opened]
-    return {"group": name, "begun": max([done, *(n for _, n in opened)]), "done": done, "open": found}
+    newest = found[-1] if found else {"number": done, "operation": B, "sizes": [[width]]}
+    return {"group": name, "begun": newest["number"], "done": done, "newest": newest, "open": found}
 
 
 @pytest.mark.parametrize(
@@ -33,9 +36,14 @@ def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dic
         ({}, []),
         (
             {0: [group(EP, 9, (A, 10), (A, 11))], 1: [group(EP, 9)]},
-            ["all_to_all 10 of ep_fwd_group: rank 0 waits in it, rank 1 has not begun it"],
+            ["all_to_all 10 of ep_fwd_group: rank 0 waited in it, rank 1 had not begun it"],
         ),
-        ({0: [group(EP, 9, (A, 10))]}, ["all_to_all 10 of ep_fwd_group: rank 0 waits in it, rank 1 told nothing"]),
+        (  # gloo ends what breaks off when a peer goes
+            {0: [group(EP, 10)], 1: [group(EP, 9)]},
+            ["all_reduce 10 of ep_fwd_group: rank 0 waited in it, rank 1 had not begun it"],
+        ),
+        ({0: [{**group(EP, 10), "newest": {"number": 10, "operation": "broadcast"}}], 1: [group(EP, 9)]}, []),
+        ({0: [group(EP, 9, (A, 10))]}, ["all_to_all 10 of ep_fwd_group: rank 0 waited in it, rank 1 told nothing"]),
         (
             {0: [group(EP, 9, (A, 10))], 1: [group(EP, 9, (B, 10))]},
             ["collective 10 of ep_fwd_group: rank 0 calls all_to_all, rank 1 calls all_reduce [[8]]"],
@@ -47,15 +55,15 @@ def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dic
         (  # how many rows travel differs by rank
             {0: [group(EP, 9, (A, 10))], 1: [group(EP, 9, (A, 10), width=7)]},
             [
-                "all_to_all 10 of ep_fwd_group: ranks 0, 1 wait in it, and nobody is missing: a device or the network "
-                "between them stands still"
+                "all_to_all 10 of ep_fwd_group: ranks 0, 1 waited in it, and nobody was missing: "
+                "a device or the network between them stood still"
             ],
         ),
         (  # it was through with it, and is in the next one
             {0: [group(EP, 9, (A, 10))], 1: [group(EP, 10, (A, 11))]},
             [
-                "all_to_all 10 of ep_fwd_group: rank 0 waits in it, and nobody is missing: a device or the network "
-                "between them stands still"
+                "all_to_all 10 of ep_fwd_group: rank 0 waited in it, and nobody was missing: a device or the network "
+                "between them stood still"
             ],
         ),
         (  # 0 waits for 2, 2 for 3, which waits for nobody: that one first
@@ -65,8 +73,8 @@ def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dic
                 3: [group("ep_fwd_group of ranks 2 3", 9)],
             },
             [
-                "all_to_all 10 of ep_fwd_group: rank 2 waits in it, rank 3 has not begun it",
-                "all_reduce 5 of pp_group: rank 0 waits in it, rank 2 has not begun it",
+                "all_to_all 10 of ep_fwd_group: rank 2 waited in it, rank 3 had not begun it",
+                "all_reduce 5 of pp_group: rank 0 waited in it, rank 2 had not begun it",
             ],
         ),
         (
@@ -74,13 +82,54 @@ def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dic
             ["messages of pp_group: rank 0 in recv 0<-2 [[8]]"],
         ),
         (
+            {r: [group("pp_group of ranks 1-25:3", 4, *([(B, 5)] if r != 22 else []))] for r in range(1, 24, 3)},
+            [
+                "all_reduce 5 of pp_group: ranks 1, 4, 7, 10, 13, 16, 19 waited in it, rank 22 had not begun it, "
+                "rank 25 told nothing"
+            ],
+        ),
+        (
             {0: [group("default_pg", 1, (B, 2))], 1: []},
-            ["all_reduce 2 of default_pg: rank 0 waits in it, rank 1 has not begun it"],
+            ["all_reduce 2 of default_pg: rank 0 waited in it, rank 1 had not begun it"],
         ),
     ],
 )
 def test_lines(records: dict[int, list[dict[str, Any]]], said: list[str]) -> None:
     assert flight.lines(records) == said
+
+
+@pytest.mark.parametrize(
+    "ranks", [[3], [0, 1], [0, 2, 5], [*range(9)], [*range(2, 80, 4)], [0, 1, 2, 3, 4, 5, 6, 7, 9]]
+)
+def test_a_name_holds_the_members(ranks: list[int]) -> None:
+    [line] = flight.lines({ranks[0]: [group(flight.name("dp_group", ranks), 0, (B, 1))]})
+    silent = re.findall(r"\d+", line.partition("waited in it, ")[2])
+    assert [ranks[0], *map(int, silent)] == ranks
+    assert len(flight.name("dp", [*range(1024)])) < 40
+
+
+def entry(operation: str, state: str, retired: bool) -> dict[str, Any]:
+    names = {"process_group": ["1", EP], "is_p2p": False, "collective_seq_id": 3, "p2p_seq_id": 0}
+    return {**names, "profiling_name": operation, "state": state, "retired": retired, "input_sizes": [[1]]}
+
+
+@pytest.mark.parametrize(
+    ("operation", "state", "retired", "ended"),
+    [
+        ("gloo:all_reduce", "scheduled", True, True),
+        ("gloo:all_reduce", "scheduled", False, False),
+        ("nccl:all_reduce", "completed", False, True),
+        ("nccl:all_reduce", "started", True, False),  # the watchdog gave it up
+    ],
+)
+def test_what_has_ended(
+    monkeypatch: pytest.MonkeyPatch, operation: str, state: str, retired: bool, ended: bool
+) -> None:
+    dump = json.dumps({"entries": [entry(operation, state, retired)]}).encode()
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda: dump)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda: b"{}", raising=False)
+    [one] = flight.recorded()
+    assert (one["begun"], one["done"], len(one["open"])) == (3, 3 * ended, not ended)
 
 
 def test_nothing_is_recorded_where_torch_is_not_there() -> None:
@@ -113,7 +162,9 @@ def test_torch_records_as_many_as_it_is_told(tmp_path: Path, kept: int, backend:
     command = [sys.executable, "-c", RECORDS, str(tmp_path / "store"), backend]
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     found = [one for one in json.loads(result.stdout) if one["group"] == "ep_fwd_group of ranks 0"]
-    assert found == ([{"group": "ep_fwd_group of ranks 0", "begun": 3, "done": 3, "open": []}] if kept else [])
+    newest = {"number": 3, "operation": "all_reduce", "sizes": [[2]]}
+    told = {"group": "ep_fwd_group of ranks 0", "begun": 3, "done": 3, "newest": newest, "open": []}
+    assert found == ([told] if kept else [])
 
 
 @pytest.mark.slow
@@ -127,11 +178,11 @@ def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path, kept: i
     assert [end[0] for end in ends(start_workers(run, [0, 1]), 90)] == [1, 1]
     line = jobs.cause(run, 1).line
     shown = CliRunner().invoke(app, ["logs", str(run.path), "--err"]).output
-    waits = "rank 0 waits in it, rank 1 has not begun it"
+    waits = "rank 0 waited in it, rank 1 had not begun it"
     assert line.startswith("rank 1: on ") and (waits in line) == (waits in shown) == bool(kept)
     assert run.collectives(1, 0).exists() == bool(kept)
     first = rundir.first_error(run, 1)
     assert first is not None and first["rank"] == 1, "what is recorded is no error"
     if kept:
         run.collectives(1, 1).write_text('{"groups": [{"gr')
-        assert "rank 1 told nothing" in jobs.cause(run, 1).line
+        assert "rank 1 had not" not in jobs.cause(run, 1).line

@@ -290,7 +290,8 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
     without a word: whoever saw its exit names it, or it is the one that wrote no error while the others did."""
     first = rundir.first_error(run, attempt)
     stalled = first is not None and first["type"] == "Stalled"
-    waits = "".join(f"; {line}" for line in collectives(run, attempt)[:1]) if stalled else ""
+    lost = first is not None and (stalled or first["secondary"])
+    waits = "".join(f"; {line}" for line in collectives(run, attempt)[:1]) if lost else ""
     if first is not None and not first["secondary"]:
         log = run.log(attempt, first["rank"]) if first["rank"] is not None else run.slurm
         return Cause(rundir.describe_error(first) + waits, log, first["exit_code"], first.get("retry", True))

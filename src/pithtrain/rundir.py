@@ -474,9 +474,10 @@ def record_error(run: RunDir, attempt: int, who: str, report: Mapping[str, Any])
 
 
 def record_collectives(run: RunDir, attempt: int, rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Write what a failing rank's flight recorder has (`flight.recorded`), after its error file."""
+    """Write what a failing rank's flight recorder has (`flight.recorded`), after its error. On a full disk nothing:
+    the reserve is for errors."""
     if groups:
-        write_last_words(run, run.collectives(attempt, rank), json.dumps({"groups": groups}) + "\n")
+        write_atomic(run.collectives(attempt, rank), json.dumps({"groups": groups}) + "\n")
 
 
 def describe_error(report: Mapping[str, Any]) -> str:
