@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from pithtrain.ops import muon
 from pithtrain.spec import RunSpec, from_dict
 from pithtrain.train import train_step
 from pithtrain.world import Place, connect
-from pithtrain.zero import share_out
+from pithtrain.zero import Sharded, share_out
 from test_mesh import assert_same_run
 from test_resume_meshes import assert_same_state, load_job, save_job, whole
 from test_zero import LR, STEPS, trajectory_job
@@ -155,16 +155,20 @@ def cut_job(place: Place, fields: dict[str, Any]) -> set[tuple[str, bool]]:
     with connect(place, spec.mesh, "cpu", spec.distributed) as world:
         engine = build(spec, world)
         train_step(engine, spec, batches_of(spec, engine, 0), 1e-3)
-        left = [vars(exchange).keys() for each in engine.zero._exchanges.values() for exchange in each]
+        left = [vars(gathering).keys() for each in engine.zero._gatherings.values() for gathering in each]
         assert not any({"_home", "_away", "_work"} & names for names in left), "buffers of every layer at once"
         return {(one.info.kind, one.cut) for one in engine.zero.sharded.values() if one.by_muon}
 
 
-MESHES = [((1, 3, 1), True), ((2, 1, 2), False), ((1, 2, 2), False), ((1, 1, 4), False), ((2, 2, 1), False)]
+# (1, 3, 2): experts are cut within a part of the ranks, and 8 rows of a router leave one of six ranks without any
+MESHES = [((1, 3, 1), True), ((1, 3, 2), True), ((2, 3, 1), True)]
+MESHES += [((2, 1, 2), False), ((1, 2, 2), False), ((1, 1, 4), False), ((2, 2, 1), False)]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cut"), [pytest.param(*case, marks=() if case[1] else pytest.mark.slow) for case in MESHES], ids=str
+    ("mesh", "cut"),
+    [pytest.param(*case, marks=() if case is MESHES[0] else pytest.mark.slow) for case in MESHES],
+    ids=str,
 )
 def test_results_do_not_depend_on_the_mesh(
     pool: Pool, one_process: Callable[[str], Ran], mesh: Mesh, cut: bool
@@ -182,20 +186,40 @@ def test_results_in_fp32_do_not_depend_on_the_mesh(pool: Pool, one_process: Call
     assert_same_run(got, one_process("float32"), loss=1e-6, grads=1e-4, parameters=1e-4)
 
 
-def test_owners_have_as_much_to_do() -> None:
-    """Layers of a large model on 8 ranks: no rank has a tenth more than the mean."""
+class Cut:
+    """What `share_out` reads of a parameter."""
 
-    class Of:
-        def __init__(self, name: str, rows: int, width: int):
-            self.info = type("Info", (), {"name": name, "kind": "dense", "matrix_rows": rows})
-            self.rows, self.chunk, self.parts = rows, torch.Size((-(-rows // 8), width)), 8
+    def __init__(self, kind: str, name: str, rows: int, width: int, parts: int, matrices: int = 1):
+        self.info = type("Info", (), {"name": name, "kind": kind, "matrix_rows": rows})
+        self.rows, self.chunk, self.parts = rows * matrices, torch.Size((-(-rows * matrices // parts), width)), parts
+        self.shard_rows = self.chunk[0]
+        self.rows_of = lambda part: Sharded.rows_of(cast(Any, self), part)
 
+
+@pytest.mark.parametrize("parts", [2, 3, 8, 16, 64])
+def test_owners_have_as_much_to_do_and_every_row_one(parts: int) -> None:
+    """Twelve layers of a large model, with 16 experts on a rank, whose matrices 64 ranks cut: over all of them no rank
+    turns more than the mean and one matrix of each kind."""
     shapes = {"q": (4096, 2048), "k": (512, 2048), "v": (512, 2048), "o": (2048, 4096), "gate": (128, 2048)}
-    cut: list[Any] = [Of(f"{layer}.{name}", *shape) for layer in range(12) for name, shape in shapes.items()]
-    owners = share_out(cut)
-    work = [sum(zero._cost(one) for one in cut if owners[one.info.name] == rank) for rank in range(8)]
-    assert owners.keys() == {one.info.name for one in cut} and max(work) < 1.1 * sum(work) / 8
-    assert owners == share_out(cut)
+    cut: list[Any] = [Cut("dense", f"{n}.{name}", *shape, parts) for n in range(12) for name, shape in shapes.items()]
+    experts: list[Any] = [Cut("expert", f"{n}.down", 2048, 768, parts, matrices=16) for n in range(12)]
+    segments = share_out([*cut, *experts])
+    for of in (cut, experts):
+        work = [sum(cost_of(each) for each in segments if each.of in of and each.owner == r) for r in range(parts)]
+        assert max(work) <= sum(work) / parts + max(cost_of(each, 1) for each in segments if each.of in of)
+    for one in (*cut, *experts):
+        mine = sorted((each.first, each.end) for each in segments if each.of is one)
+        assert [0, *(end for _, end in mine)] == [*(first for first, _ in mine), one.rows]
+        assert all(first % one.info.matrix_rows == 0 for first, _ in mine)
+        for part in range(parts):
+            rows = one.rows_of(part)
+            assert sum(each.size(part) for each in segments if each.of is one) == (rows[1] - rows[0]) * one.chunk[1]
+    assert segments == share_out([*cut, *experts])
+
+
+def cost_of(each: zero.Segment, matrices: int = 0) -> int:
+    count = matrices or (each.end - each.first) // each.of.info.matrix_rows
+    return count * muon.flops(each.of.info.matrix_rows, each.of.chunk[1])
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------

@@ -16,17 +16,20 @@ collectives need no packing. Worked example, 10 rows on n = 4: chunks of 3, shar
 Gradients are *summed*; the loss carried 1 / (valid tokens of the global batch), and nothing else scales them.
 
 Muon's direction is one of whole matrices, of which a shard may hold a part. Where chunks end between matrices, as those
-of many experts do, each rank turns its own. Else a parameter has an owner in its group, the same at every step and
-so chosen that all have as much to do: one all-to-all brings a layer's momentum there in compute dtype, one takes the
-directions back. The next layer's momentum travels while this one's is turned. Which way it goes changes no value.
+of many experts do, each rank turns its own. Else each matrix has an owner in the group, the same at every step and so
+chosen that over all layers the ranks have as much to do: an all-to-all brings a layer's momenta there in compute dtype,
+another takes the directions back. All momenta leave first (4 bytes of memory for each number of a cut shard), then each
+rank turns what it owns, then layer by layer directions arrive. Which way a matrix goes changes rounding alone.
 
 A parameter of update "load" (a router's selection bias) has a master and a weight alone; `update` moves it by the
 expert load of the whole global batch.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ from pithtrain.ops.rounding import rounding_keys, store_moments
 from pithtrain.ops.router import bias_step
 from pithtrain.world import World, all_gather, all_to_all, reduce_scatter
 
+KINDS = ("dense", "expert")
 TURNED = 1 << 26  # numbers that are turned at once: what that takes beside them is as much again, several times
 
 
@@ -146,8 +150,8 @@ class Sharded:
 
     @property
     def cut(self) -> bool:
-        """Whether shards hold parts of matrices."""
-        return self.parts > 1 and self.shard_rows % self.info.matrix_rows != 0
+        """Whether Muon moves it and shards hold parts of matrices."""
+        return self.by_muon and self.parts > 1 and self.shard_rows % self.info.matrix_rows != 0
 
     @property
     def chunk(self) -> torch.Size:
@@ -167,14 +171,19 @@ class Sharded:
             return ahead
         grad = torch.where(now.skipped > 0, 0.0, grad / now.clip)  # NaN times nothing is NaN
         wide = kept.to(grad.dtype)  # itself, unless in bf16
-        wide.lerp_(grad, ((1 - momentum) * (1 - now.skipped)).to(grad.dtype))
+        wide.lerp_(grad, (1 - momentum) * (1 - now.skipped.to(grad.dtype)))
         if wide is not kept:
             store_moments([kept], [wide], self._keys, now.updates, first)
         return grad.lerp_(wide, momentum).to(self.dtype)
 
     def turn(self, ahead: Tensor) -> Tensor:
-        """Whole matrices, rows one above the other, to their directions."""
-        return muon.orthogonalize(ahead.view(-1, self.info.matrix_rows, ahead.shape[1])).view(ahead.shape)
+        """Whole matrices, rows one above the other, to their directions; some at a time."""
+        rows, width = self.info.matrix_rows, ahead.shape[1]
+        parts = [muon.orthogonalize(part.view(-1, rows, width)).view(-1, width) for part in self._some(ahead)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _some(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split(max(1, TURNED // (self.info.matrix_rows * rows.shape[1])) * self.info.matrix_rows)
 
     def move(self, direction: Tensor, now: Update, rows: slice) -> None:
         """Decay these rows of the master, then move them along, as far as AdamW would. By the kernel, which writes the
@@ -186,16 +195,21 @@ class Sharded:
 
             kernels.move(master, direction, self._own(self._data)[rows], now.skipped, now.lr, length, decay)
             return
-        lr = (now.lr * (1 - now.skipped)).to(master.dtype)
+        lr = now.lr * (1 - now.skipped.to(master.dtype))
         master *= 1 - decay * lr
         master.addcmul_(direction.to(master.dtype), lr, value=-length)
 
     def turn_own(self, now: Update) -> None:
         """The update where this rank has whole matrices, some at a time."""
-        rows = max(1, TURNED // (self.info.matrix_rows * self.chunk[1])) * self.info.matrix_rows
-        for first in range(0, len(self.master), rows):
-            part = slice(first, min(first + rows, len(self.master)))
+        first = 0
+        for rows in self._some(self.master):
+            part = slice(first, first + len(rows))
             self.move(self.turn(self.look_ahead(now, part)), now, part)
+            first += len(rows)
+
+    def rows_of(self, part: int) -> tuple[int, int]:
+        """First row and end, in this group's whole, of the shard of a rank of the group."""
+        return min(part * self.shard_rows, self.rows), min((part + 1) * self.shard_rows, self.rows)
 
     def reduce(self) -> dist.Work | None:
         """Start the sum over the group, in place: this rank's chunk of the main gradient receives it."""
@@ -241,59 +255,88 @@ class Bucket:
         _wait(works)
 
 
-class Exchange:
-    """Brings parameters that a group holds in chunks of rows to one owner each, and back."""
+class Segment(NamedTuple):
+    """Matrices of a parameter that one rank of its group turns: rows `first` up to `end` of the group's whole."""
 
-    def __init__(self, members: Sequence[Sharded], owners: Sequence[int]):
-        """`owners`: a rank of the members' group for each of them."""
-        self._group, self._parts = members[0].group, members[0].parts
-        placed = sorted(zip(owners, range(len(members)), strict=True))
-        self.members = [members[i] for _, i in placed]
-        self._sizes = [math.prod(one.chunk) for one in self.members]
-        self._own = [one for one, (owner, _) in zip(self.members, placed, strict=True) if owner == one.part]
-        to = [0] * self._parts
-        for (owner, _), size in zip(placed, self._sizes, strict=True):
-            to[owner] += size
-        self._to, self._from = to, [to[members[0].part]] * self._parts
+    of: Sharded
+    first: int
+    end: int
+    owner: int
 
-    def start(self, shards: Sequence[Tensor]) -> None:
-        """Send this rank's rows of each of `members`, in their order."""
-        self._home = shards[0].new_zeros(sum(self._sizes))  # pad rows too
-        for part, shard in zip(self._home.split(self._sizes), shards, strict=True):
-            part[: shard.numel()] = shard.flatten()
+    def held(self, part: int) -> tuple[int, int]:
+        """First row and end of what a rank of the group holds of it."""
+        first, end = self.of.rows_of(part)
+        first = max(first, self.first)
+        return first, max(first, min(end, self.end))
+
+    def size(self, part: int) -> int:
+        """Numbers that a rank holds of it."""
+        first, end = self.held(part)
+        return (end - first) * self.of.chunk[1]
+
+
+class Gathering:
+    """Brings the momenta of matrices that a group's shards cut to their owners, and the directions back."""
+
+    def __init__(self, segments: Sequence[Segment]):
+        one = segments[0].of
+        self._group, self._part, parts = one.group, one.part, range(one.parts)
+        self._segments = sorted(segments, key=lambda each: each.owner)
+        self._own = [each for each in segments if each.owner == one.part]
+        self.members = list({id(each.of): each.of for each in segments}.values())
+        self._to = [sum(each.size(one.part) for each in segments if each.owner == part) for part in parts]
+        self._from = [sum(each.size(part) for each in self._own) for part in parts]
+
+    def start(self, now: Update) -> None:
+        """Take a step of the momentum, and send it to the owners."""
+        ahead = {id(one): one.look_ahead(now, slice(0, len(one.master))) for one in self.members}
+        pieces: list[Tensor] = []
+        for each in self._segments:
+            (begin, _), (first, end) = each.of.rows_of(self._part), each.held(self._part)
+            pieces.append(ahead[id(each.of)][first - begin : end - begin].flatten())
+        self._home = torch.cat(pieces)
         self._away = self._home.new_empty(sum(self._from))
         self._work = all_to_all(self._home, self._to, self._away, self._from, self._group)
 
     def turn(self) -> None:
         """Turn what this rank owns, and send it back."""
         _wait([self._work])
-        by_rank, at = self._away.view(self._parts, -1), 0
-        for one in self._own:
-            part = by_rank[:, at : at + math.prod(one.chunk)]
-            whole = part.reshape(-1, *one.chunk[1:])
-            whole[: one.rows] = one.turn(whole[: one.rows])
-            part.copy_(whole.view(part.shape))
-            at += part.shape[1]
+        sections, taken = self._away.split(self._from), [0] * len(self._from)
+        for each in self._own:
+            pieces: list[Tensor] = []
+            for part, section in enumerate(sections):
+                pieces.append(section[taken[part] : taken[part] + each.size(part)])
+                taken[part] += len(pieces[-1])
+            turned = each.of.turn(torch.cat(pieces).view(-1, each.of.chunk[1]))
+            for piece, direction in zip(pieces, turned.flatten().split([*map(len, pieces)]), strict=True):
+                piece.copy_(direction)
         self._work = all_to_all(self._away, self._from, self._home, self._to, self._group)
 
     def arrived(self) -> Iterator[tuple[Sharded, Tensor]]:
         """Every member, and the direction of this rank's rows of it."""
         _wait([self._work])
-        home = self._home
-        del self._work, self._home, self._away  # else a copy of every layer's momentum would stay through the step
-        for one, part in zip(self.members, home.split(self._sizes), strict=True):
-            yield one, part.view(one.chunk)[: len(one.master)]
+        pieces = self._home.split([each.size(self._part) for each in self._segments])
+        del self._work, self._home, self._away  # the pieces alone keep what arrived
+        placed = sorted(zip(self._segments, pieces, strict=True), key=lambda pair: pair[0].first)
+        for one in self.members:
+            rows = torch.cat([piece for each, piece in placed if each.of is one])
+            yield one, rows.view(-1, one.chunk[1])
 
 
-def share_out(cut: Sequence[Sharded]) -> dict[str, int]:
-    """{name: owner in its group}, so that the ranks of a group have as much to turn; alike on all of them."""
+def share_out(cut: Sequence[Sharded]) -> list[Segment]:
+    """Who turns what of these parameters, so that over all of them the ranks of a group have as much to do; alike on
+    all ranks. Neighbouring matrices of a parameter stay together where there are more of them than ranks."""
     work: dict[str, list[int]] = {}
-    owners: dict[str, int] = {}
+    found: list[Segment] = []
     for one in sorted(cut, key=_cost, reverse=True):
         done = work.setdefault(one.info.kind, [0] * one.parts)
-        owners[one.info.name] = done.index(min(done))
-        done[owners[one.info.name]] += _cost(one)
-    return owners
+        count = one.rows // one.info.matrix_rows
+        bounds = [count * n // min(count, one.parts) for n in range(min(count, one.parts) + 1)]
+        for first, end in sorted(itertools.pairwise(bounds), key=lambda pair: pair[0] - pair[1]):  # most first
+            owner = done.index(min(done))
+            found.append(Segment(one, first * one.info.matrix_rows, end * one.info.matrix_rows, owner))
+            done[owner] += _cost(one) * (end - first) // count
+    return found
 
 
 def _cost(one: Sharded) -> int:
@@ -333,13 +376,11 @@ class Zero:
         for one in self.sharded.values():
             self._units.setdefault(one.info.name if one.info.layer is None else one.info.layer, []).append(one)
         self._coming: dict[int | str, Sequence[dist.Work | None]] = {}
-        owners = share_out([one for one in self._trained if one.by_muon and one.cut])
-        self._exchanges: dict[int | str, list[Exchange]] = {}
+        segments = share_out([one for one in self._trained if one.cut])
+        self._gatherings: dict[int | str, list[Gathering]] = {}
         for unit, members in self._units.items():
-            kinds = (
-                [one for one in members if one.info.name in owners and one.info.kind == k] for k in ("dense", "expert")
-            )
-            self._exchanges[unit] = [Exchange(cut, [owners[one.info.name] for one in cut]) for cut in kinds if cut]
+            kinds = ([each for each in segments if each.of in members and each.of.info.kind == k] for k in KINDS)
+            self._gatherings[unit] = [Gathering(cut) for cut in kinds if cut]
         self._updates = torch.zeros((), dtype=torch.float32, device=world.device)
         self._kernels = world.device.type == "cuda" and dtype == torch.bfloat16
 
@@ -395,31 +436,24 @@ class Zero:
         self._updates += 1 - skipped
         now = Update(optimizer, lr, self._updates, clip, skipped, self._kernels)
         self.wait_for_weights()
-        units = [*self._units]
-        self._send_momentum(units[0], now)
-        for unit, following in zip(units, [*units[1:], None], strict=True):
-            if following is not None:
-                self._send_momentum(following, now)
-            for exchange in self._exchanges[unit]:
-                exchange.turn()
-            for one in self._units[unit]:
-                if one.moments == 2:
-                    one.adamw(now)
-                elif one.moments == 1 and not one.cut:
-                    one.turn_own(now)
-                elif one.moments == 0:
+        for gathering in (each for unit in self._units for each in self._gatherings[unit]):
+            gathering.start(now)
+        for gathering in (each for unit in self._units for each in self._gatherings[unit]):
+            gathering.turn()
+        for unit, members in self._units.items():
+            for one in members:
+                if not one.info.trained:
                     assert one.info.layer is not None, one.info.name
                     step_E = bias_step(counts_LE[one.info.layer], bias_rate) * (1 - skipped)
                     one.master += step_E[one.first_row :][: len(one.master)]
-            for one, direction in (pair for exchange in self._exchanges[unit] for pair in exchange.arrived()):
+                elif not one.by_muon:
+                    one.adamw(now)
+                elif not one.cut:
+                    one.turn_own(now)
+            for one, direction in (pair for each in self._gatherings[unit] for pair in each.arrived()):
                 one.move(direction, now, slice(0, len(one.master)))
             self._publish(unit, written=self._kernels)
         return skipped
-
-    def _send_momentum(self, unit: int | str, now: Update) -> None:
-        """Take a step of the momentum of matrices that are cut, and start it to their owners."""
-        for exchange in self._exchanges[unit]:
-            exchange.start([one.look_ahead(now, slice(0, len(one.master))) for one in exchange.members])
 
     @property
     def updates(self) -> int:
