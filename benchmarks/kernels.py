@@ -207,6 +207,8 @@ def cases(shape: Shape, gpu: bool) -> Iterator[Case]:
     if shape.parameters:
         for moments in (torch.float32, torch.bfloat16):
             yield adamw_case(shape.parameters, shape.name, dtype, moments, device)
+            yield look_ahead_case(shape.parameters, shape.name, dtype, moments, device)
+        yield move_case(shape.parameters, shape.name, dtype, device)
     if gpu:
         yield from attention_cases(shape, rand)
         yield from long_cases(shape, rand, LONG)
@@ -513,6 +515,50 @@ def adamw_case(size: int, shape: str, dtype: torch.dtype, moments: torch.dtype, 
 
     label = "adamw" if moments == torch.float32 else "adamw bf16 moments"
     return Case(label, shape, run, twin, (12 + 4 * moments.itemsize + weights[0].element_size()) * size)
+
+
+def look_ahead_case(size: int, shape: str, dtype: torch.dtype, moments: torch.dtype, device: str) -> Case:
+    """Muon's momentum. Both begin anew with each call, so that one rounding of bf16 is not carried on."""
+    kept, grad = torch.randn(size, device=device).to(moments), torch.randn(size, device=device)
+    keys = rounding_keys(0, "bench")
+    mine, ahead = torch.empty_like(kept), torch.empty(size, dtype=dtype, device=device)
+    step, one, zero = (torch.full((), value, device=device) for value in (1.0, 1.0, 0.0))
+
+    def run() -> list[Tensor]:
+        mine.copy_(kept)
+        kernels.look_ahead(mine, grad, ahead, step, one, zero, 0.95, keys)
+        return [mine, ahead]
+
+    def twin() -> list[Tensor]:
+        wide = kept.float().lerp_(grad, 1 - 0.95)
+        stored = torch.empty_like(kept)
+        if moments == torch.float32:
+            stored.copy_(wide)
+        else:
+            store_moments([stored], [wide], keys, step, 0)
+        return [stored, grad.lerp(wide, 0.95).to(dtype)]
+
+    label = "look_ahead" if moments == torch.float32 else "look_ahead bf16 moments"
+    return Case(label, shape, run, twin, (4 + 4 * moments.itemsize + ahead.element_size()) * size)
+
+
+def move_case(size: int, shape: str, dtype: torch.dtype, device: str) -> Case:
+    """Muon's step along a direction."""
+    given, direction = torch.randn(size, device=device), torch.randn(size, device=device).to(dtype)
+    mine, theirs = given.clone(), given.clone()
+    weights = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
+    zero = torch.zeros((), device=device)
+
+    def run() -> list[Tensor]:
+        kernels.move(mine, direction, weights[0], zero, 1e-3, 4.0, 0.1)
+        return [mine, weights[0]]
+
+    def twin() -> list[Tensor]:
+        theirs.mul_(1 - 1e-3 * 0.1).sub_(direction.float(), alpha=1e-3 * 4.0)
+        weights[1].copy_(theirs)
+        return [theirs, weights[1]]
+
+    return Case("move", shape, run, twin, (8 + direction.element_size() + weights[0].element_size()) * size)
 
 
 def attention_cases(shape: Shape, rand: Rand) -> Iterator[Case]:

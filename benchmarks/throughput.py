@@ -198,7 +198,7 @@ def measure(spec: RunSpec, place: Place, steps: int, profiled: bool, overlapped:
         result = [step() for _ in range(4)][-1]  # while nvidia-smi looks
         clocks = answer(asked)
         loss, norm = result.stats.loss.item(), result.norm.item()
-        if not math.isfinite(norm) or result.skipped.item():
+        if not math.isfinite(norm) or result.not_finite.item():
             raise RuntimeError(f"the gradient's norm is {norm}: a step that trains nothing is no measurement")
         memory = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if gpu else (0, 0)
         peaks = world.to_rank_zero(memory) or [memory]
@@ -259,8 +259,8 @@ def floor_ms(spec: RunSpec) -> dict[str, float]:
 
     dense, grouped, head   6 FLOPs per weight and token, forward and backward
     attention              a forward, and 2.5 times its FLOPs backward, which computes the scores once more
-    optimizer              30 bytes a parameter, 22 with bf16 moments: master and moments read and written, gradient
-                           read, weight written; and what Muon multiplies
+    optimizer              30 bytes a parameter, 22 with bf16 moments (22 and 18 of what Muon moves): master and moments
+                           read and written, gradient read, weight written; and what Muon multiplies
     pointwise, in bf16     per slot of a routed expert of width I: 6 H (gathers and sums, forward and back) + 11 I
                            (activation 3, its gradient 5, the activation once more 3); per token: 5 times the input of
                            each norm and the output of each matrix (read and written; back two read, one written)

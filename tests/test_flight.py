@@ -24,8 +24,8 @@ A, B = "all_to_all", "all_reduce"
 
 def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dict[str, Any]:
     """Of one rank: `done` have ended; those after it are open, each an operation and its number."""
-    found = [{"number": number, "operation": operation, "sizes": [[width]]} for operation, number in opened]
-    newest = found[-1] if found else {"number": done, "operation": B, "sizes": [[width]]}
+    found = [{"number": n, "operation": operation, "sizes": [[width]], "at": -n} for operation, n in opened]
+    newest = found[-1] if found else {"number": done, "operation": B, "sizes": [[width]], "at": 0}
     return {"group": name, "begun": newest["number"], "done": done, "newest": newest, "open": found}
 
 
@@ -42,7 +42,7 @@ def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dic
             {0: [group(EP, 10)], 1: [group(EP, 9)]},
             ["all_reduce 10 of ep_fwd_group: rank 0 waited in it, rank 1 had not begun it"],
         ),
-        ({0: [{**group(EP, 10), "newest": {"number": 10, "operation": "broadcast"}}], 1: [group(EP, 9)]}, []),
+        ({0: [{**group(EP, 10), "newest": {"number": 10, "operation": "broadcast", "at": 0}}], 1: [group(EP, 9)]}, []),
         ({0: [group(EP, 9, (A, 10))]}, ["all_to_all 10 of ep_fwd_group: rank 0 waited in it, rank 1 told nothing"]),
         (
             {0: [group(EP, 9, (A, 10))], 1: [group(EP, 9, (B, 10))]},
@@ -64,6 +64,13 @@ def group(name: str, done: int, *opened: tuple[str, int], width: int = 8) -> dic
             [
                 "all_to_all 10 of ep_fwd_group: rank 0 waited in it, and nobody was missing: a device or the network "
                 "between them stood still"
+            ],
+        ),
+        (  # NCCL's are queued behind each other: the oldest is the one
+            {0: [group("world_group of ranks 0 1", 4, (B, 5)), group(EP, 9, (A, 10))], 1: []},
+            [
+                "all_to_all 10 of ep_fwd_group: rank 0 waited in it, rank 1 had not begun it",
+                "all_reduce 5 of world_group: rank 0 waited in it, rank 1 had not begun it",
             ],
         ),
         (  # 0 waits for 2, 2 for 3, which waits for nobody: that one first
@@ -109,8 +116,15 @@ def test_a_name_holds_the_members(ranks: list[int]) -> None:
 
 
 def entry(operation: str, state: str, retired: bool) -> dict[str, Any]:
-    names = {"process_group": ["1", EP], "is_p2p": False, "collective_seq_id": 3, "p2p_seq_id": 0}
-    return {**names, "profiling_name": operation, "state": state, "retired": retired, "input_sizes": [[1]]}
+    names = {"process_group": ["1", EP], "is_p2p": False, "collective_seq_id": 3, "p2p_seq_id": 0, "time_created_ns": 1}
+    return {
+        **names,
+        "profiling_name": operation,
+        "state": state,
+        "retired": retired,
+        "input_sizes": [[1]],
+        "time_created_ns": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -162,6 +176,8 @@ def test_torch_records_as_many_as_it_is_told(tmp_path: Path, kept: int, backend:
     command = [sys.executable, "-c", RECORDS, str(tmp_path / "store"), backend]
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     found = [one for one in json.loads(result.stdout) if one["group"] == "ep_fwd_group of ranks 0"]
+    for one in found:
+        assert one["newest"].pop("at") > 0
     newest = {"number": 3, "operation": "all_reduce", "sizes": [[2]]}
     told = {"group": "ep_fwd_group of ranks 0", "begun": 3, "done": 3, "newest": newest, "open": []}
     assert found == ([told] if kept else [])
@@ -184,5 +200,6 @@ def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path, kept: i
     first = rundir.first_error(run, 1)
     assert first is not None and first["rank"] == 1, "what is recorded is no error"
     if kept:
-        run.collectives(1, 1).write_text('{"groups": [{"gr')
-        assert "rank 1 had not" not in jobs.cause(run, 1).line
+        for torn in ('{"groups": [{"gr', '{"groups": [{}]}', '{"groups": 3}', "null", ""):
+            run.collectives(1, 1).write_text(torn)
+            assert "rank 1 had not" not in jobs.cause(run, 1).line

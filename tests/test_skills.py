@@ -210,6 +210,7 @@ ENDED = {"end": 1.0, "ended": "failed", "requeued": False, "first_step": 1, "las
                     "--exclude n1",
                 ),
                 ("rank-0", {"type": "NotFiniteError", "message": "the loss was NaN"}, "--set optimizer.lr=0.0005"),
+                ("rank-0", {"type": "LossStoodOut", "message": "it stood out"}, "--set guards.loss_spike_sigma=12"),
                 ("rank-0", {"exit_code": 2, "retry": False, "message": "data/x: there is no corpus"}, "--set A.B=C"),
                 ("node-n0", {"rank": None, "message": "node n0: runs/x has 0.1 GiB left"}, "df -h"),
                 ("rank-0", {"retry": False}, "--err"),

@@ -21,7 +21,7 @@ from pithtrain import build as build_module
 from pithtrain import catalog, checkpoint, rundir
 from pithtrain import train as train_module
 from pithtrain.build import build
-from pithtrain.errors import CheckpointError, DataError, NotFiniteError, RunFailed
+from pithtrain.errors import CheckpointError, DataError, LossStoodOut, NotFiniteError, RunFailed
 from pithtrain.events import Events
 from pithtrain.models.contract import active_parameters, architectures, flops_per_token
 from pithtrain.ops.parts import Part
@@ -727,7 +727,8 @@ def test_too_many_losses_that_stand_out_end_the_run(
     guards = {"loss_spike_sigma": 6.0, "max_consecutive_skips": 3}
     spec = train_spec(corpus, training={"max_steps": 9}, guards=guards)
     with pytest.raises(
-        NotFiniteError, match=r"stood out at step 3, .* step 3 is saved\. guards.max_consecutive_skips is 3"
+        LossStoodOut,
+        match=r"stood out at step 3, .* step 3 is saved\. guards.max_consecutive_skips is 3: .* larger guards.loss_spike_sigma",
     ):
         alone(spec, tmp_path)
     assert catalog.read(catalog.folder(RunDir(tmp_path).checkpoints, 3))["updates"] == 0

@@ -152,7 +152,11 @@ class SlurmError(PithtrainError):
 
 
 class NotFiniteError(PithtrainError):
-    """A loss or gradient norm was NaN or infinite and `guards.non_finite` is `stop`."""
+    """A gradient norm or router was NaN or infinite: once with `guards.non_finite: stop`, else too often in a row."""
+
+
+class LossStoodOut(PithtrainError):  # noqa: N818
+    """`guards.loss_spike_sigma` left out `max_consecutive_skips` updates in a row."""
 
 
 class StoppedEarly(PithtrainError):  # noqa: N818

@@ -40,7 +40,7 @@ def _members(text: str) -> list[int]:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """What this process has of each group: {group, begun, done, newest: {number, operation, sizes}, open: [the same]}.
+    """What this process has of each group: {group, begun, done, newest: {number, operation, sizes, at}, open: [same]}.
     `begun` is the number of the newest collective, `done` of the newest that has ended. [] where torch is not loaded or
     records none."""
     if "torch.distributed" not in sys.modules:
@@ -58,7 +58,7 @@ def recorded() -> list[dict[str, Any]]:
         number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
         kind = " between two" if entry["is_p2p"] else ""
         group = entry["process_group"][1] + kind
-        call = {"number": number, "operation": operation, "sizes": entry["input_sizes"]}
+        call = {"number": number, "operation": operation, "sizes": entry["input_sizes"], "at": entry["time_created_ns"]}
         one = groups.setdefault(group, {"group": group, "begun": 0, "done": 0, "newest": call, "open": []})
         if number > one["begun"]:
             one |= {"begun": number, "newest": call}
@@ -71,26 +71,30 @@ def recorded() -> list[dict[str, Any]]:
 
 def lines(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
     """What ranks wait for, a line for each group in which some do; first those where a rank is missing that waits
-    nowhere itself. `records`: by rank, as `recorded` gave them."""
+    nowhere itself, and of such the oldest, behind which a device has queued the others. `records`: by rank, as
+    `recorded` gave them."""
     by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
     for rank, groups in sorted(records.items()):
         for one in groups:
             by_group.setdefault(one["group"], {})[rank] = one
     waiting = {rank for rank, groups in records.items() if any(one["open"] for one in groups)}
     found = [_line(group, ranks, records.keys(), waiting) for group, ranks in by_group.items()]
-    return [line for _, line in sorted((each for each in found if each), key=lambda each: each[0])]
+    return [line for *_, line in sorted(each for each in found if each)]
 
 
-def _line(group: str, ranks: Mapping[int, Mapping[str, Any]], told: Any, waiting: set[int]) -> tuple[int, str] | None:
+def _line(
+    group: str, ranks: Mapping[int, Mapping[str, Any]], told: Any, waiting: set[int]
+) -> tuple[int, int, str] | None:
     inside = {rank: one["open"][0] for rank, one in ranks.items() if one["open"]} or _broken_off(ranks)
     if not inside:
         return None
     number = min(each["number"] for each in inside.values())
     inside = {rank: each for rank, each in inside.items() if each["number"] == number}
     what, _, members = group.partition(" of ranks ")
+    at = min(each["at"] for each in inside.values())
     if members.endswith("between two"):
         parts = (f"rank {rank} in {each['operation']} {each['sizes']}" for rank, each in inside.items())
-        return 3, f"messages of {what}: {', '.join(parts)}"
+        return 3, at, f"messages of {what}: {', '.join(parts)}"
     expected = _members(members) or sorted(told)
     absent = [rank for rank in expected if rank in told and ranks.get(rank, {}).get("begun", 0) < number]
     silent = [rank for rank in expected if rank not in told]
@@ -98,7 +102,7 @@ def _line(group: str, ranks: Mapping[int, Mapping[str, Any]], told: Any, waiting
     head = f"{next(iter(inside.values()))['operation']} {number} of {what}"
     if len(said) > 1:
         calls = ", ".join(f"rank {rank} calls {call}" for rank, call in zip(inside, _calls(inside), strict=True))
-        return 0, f"collective {number} of {what}: {calls}"
+        return 0, at, f"collective {number} of {what}: {calls}"
     parts = [f"{_ranks(sorted(inside))} waited in it"]
     if absent:
         parts.append(f"{_ranks(absent)} had not begun it")
@@ -107,7 +111,7 @@ def _line(group: str, ranks: Mapping[int, Mapping[str, Any]], told: Any, waiting
     if not absent and not silent:
         parts.append("and nobody was missing: a device or the network between them stood still")
     first = 1 if silent or not waiting.issuperset(absent) else 2
-    return first, f"{head}: {', '.join(parts)}"
+    return first, at, f"{head}: {', '.join(parts)}"
 
 
 def _broken_off(ranks: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:

@@ -323,9 +323,11 @@ def cause(run: RunDir, attempt: int, exit_codes: Sequence[int] = (), step_log: P
 
 def collectives(run: RunDir, attempt: int) -> list[str]:
     """What the ranks of a failed attempt waited for, a line per group."""
-    files = {path: int(path.stem.removeprefix("rank-")) for path in run.errors(attempt).glob("rank-*.collectives")}
-    told = {rank: rundir.read_json(path).get("groups") for path, rank in files.items()}
-    return flight.lines({rank: groups for rank, groups in told.items() if groups})  # a torn file tells nothing
+    paths = (run.collectives(attempt, rank) for rank in range(_read_spec(run).get("ranks", 0)))
+    told = {rank: rundir.read_json(path).get("groups") for rank, path in enumerate(paths)}
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a torn file must hide no cause
+        return flight.lines({rank: groups for rank, groups in told.items() if groups})
+    return []
 
 
 def header(attempt: int) -> str:

@@ -265,8 +265,8 @@ class ValidationSection(Strict):
 
 
 class CheckpointSection(Strict):
-    """Full state on disk, 12 bytes per parameter a step (8 with bf16 moments). Whatever stands here, a run saves at its
-    last step, where it is stopped and where it is asked to.
+    """Full state on disk, 12 bytes per parameter a step (8 with bf16 moments; 8 and 6 of what Muon moves). Whatever
+    stands here, a run saves at its last step, where it is stopped and where it is asked to.
 
     keep_last: an older one goes once the next is whole on the disk, which so needs room for one more. async_save:
     training waits for a copy to host memory (as many bytes over all ranks) instead of the write; a save that finds the

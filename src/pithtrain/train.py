@@ -39,7 +39,7 @@ from pithtrain.build import Engine, build, device_type
 from pithtrain.catalog import Marker
 from pithtrain.checkpoint import DamagedError, Position, Saved, SaveError, Saver
 from pithtrain.data import Dataset, held_out, open_dataset
-from pithtrain.errors import CapacityError, CheckpointError, NotFiniteError, RunFailed
+from pithtrain.errors import CapacityError, CheckpointError, LossStoodOut, NotFiniteError, PithtrainError, RunFailed
 from pithtrain.events import Events, Metrics, layer_load
 from pithtrain.models.contract import active_parameters, causal_keys
 from pithtrain.ops.linear import accumulate_dtype
@@ -71,8 +71,8 @@ class StepResult:
 
     stats: Stats
     norm: Tensor
-    skipped: Tensor  # 1 where the norm was not finite
-    spiked: Tensor  # whether the loss stood out: then nothing is trained either
+    not_finite: Tensor  # whether the norm was not, and so nothing is trained
+    stood_out: Tensor  # whether the loss did: then neither
     empty: Tensor  # whether no token of the global batch had a label: then nothing is trained
 
 
@@ -294,8 +294,10 @@ class _Saves:
                 self._settle()  # the one before
                 watch.enter("save", position.step)  # the limit is that of one save
                 self.requested = self.requested or requested
-                losses = self.engine.losses[self.engine.losses.isfinite()].tolist()
-                self.saver.save(position, counts, losses if spec.guards.loss_spike_sigma else None)
+                losses = None
+                if spec.guards.loss_spike_sigma is not None:
+                    losses = [loss for loss in self.engine.losses.tolist() if math.isfinite(loss)]
+                self.saver.save(position, counts, losses)
                 if last or not self.saver.asynchronous:
                     self._settle()
                 return
@@ -389,16 +391,16 @@ def train_step(engine: Engine, spec: RunSpec, batches: list[MicroBatch], lr: flo
     counts_LE = all_reduce_sum(stats.counts_LE.clone(), world.dense_group)  # integers: alike on every mesh
     # NaN if a router's logits were not finite, which gradients need not show, or if nothing is to be learnt
     norm = zero.grad_norm(torch.where(empty, math.nan, 0 * stats.z_L.sum()))
-    spiked, loss = torch.zeros_like(empty), None
+    stood_out, loss = torch.zeros_like(empty), None
     if spec.guards.loss_spike_sigma is not None:
         loss = world.sum(stats.loss.to(torch.float64, copy=True))
-        spiked = norm.isfinite() & stands_out(loss, engine.losses, spec.guards.loss_spike_sigma)
+        stood_out = norm.isfinite() & stands_out(loss, engine.losses, spec.guards.loss_spike_sigma)
     rates = lr, norm, spec.training.max_grad_norm, counts_LE, spec.moe.bias_update_rate
-    skipped = zero.update(engine.optimizer, *rates, leave_out=spiked) > 0
-    engine.counts_LE.copy_(torch.where(skipped, engine.counts_LE, counts_LE))
+    left_out = zero.update(engine.optimizer, *rates, leave_out=stood_out) > 0
+    engine.counts_LE.copy_(torch.where(left_out, engine.counts_LE, counts_LE))
     if loss is not None:
-        engine.losses.copy_(torch.where(skipped, engine.losses, torch.cat((engine.losses[1:], loss.view(1)))))
-    return StepResult(stats, norm.where(~empty, 0.0), skipped & ~spiked & ~empty, spiked, empty)
+        engine.losses.copy_(torch.where(left_out, engine.losses, torch.cat((engine.losses[1:], loss.view(1)))))
+    return StepResult(stats, norm.where(~empty, 0.0), left_out & ~stood_out & ~empty, stood_out, empty)
 
 
 def stands_out(loss: Tensor, losses: Tensor, sigma: float) -> Tensor:
@@ -470,7 +472,7 @@ def _resume(job: Job, engine: Engine, about: dict[str, Any]) -> Position:
             theirs = "muon" if ours == "adamw" else "adamw"
             raise CheckpointError(
                 f"{path} was saved with optimizer.type = {theirs}, this run's is {ours}, which keeps other moments; "
-                "resume with the one it was saved with, or begin a run with its weights (init_from)"
+                f"resume with --set optimizer.type={theirs}, or begin a run with its weights (init_from)"
             )
         catalog.check_tensors(path, have, checkpoint.shapes(table, muon=ours == "muon"))
         if content["step"] > spec.training.max_steps:
@@ -558,19 +560,19 @@ class _Meter:
     def stepped(self, step: int, result: StepResult) -> None:
         self.steps += 1
         count, first, spikes, first_spike, empty, row, longest = self.skips
-        is_first = result.skipped & (count == 0)
-        is_first_spike = result.spiked & (spikes == 0)
-        not_finite = count + result.skipped, torch.where(is_first, step, first)
-        stood_out = spikes + result.spiked, torch.where(is_first_spike, step, first_spike)
-        left_out = result.skipped | result.spiked
+        is_first = result.not_finite & (count == 0)
+        is_first_spike = result.stood_out & (spikes == 0)
+        not_finite = count + result.not_finite, torch.where(is_first, step, first)
+        stood_out = spikes + result.stood_out, torch.where(is_first_spike, step, first_spike)
+        left_out = result.not_finite | result.stood_out
         row = (row + left_out) * left_out
         self.skips = torch.stack((*not_finite, *stood_out, empty + result.empty, row, torch.maximum(row, longest)))
         self.z_L = torch.where(is_first, result.stats.z_L, self.z_L)
 
 
-def _guard(job: Job, meter: _Meter, step: int) -> NotFiniteError | None:
+def _guard(job: Job, meter: _Meter, step: int) -> PithtrainError | None:
     """What was left out since the last look, told; and, where `guards` do not let it pass, the error that ends the run
-    once the state is saved. Waits for the device; a collective of all ranks where an update was left out."""
+    once the state is saved. Waits for the device; a collective of all ranks where a norm was not finite."""
     spec, world, guards = job.spec, job.world, job.spec.guards
     count, first, spikes, first_spike, empty, _, longest = meter.skips.tolist()
     meter.skips[:5] = 0
@@ -596,8 +598,11 @@ def _guard(job: Job, meter: _Meter, step: int) -> NotFiniteError | None:
     forced = spec.moe.force_load_balance
     kept, then = (NOTHING_SAVED, "start again") if forced else (f"step {step} is saved", "resume")
     rule = "non_finite is 'stop'" if stops else f"max_consecutive_skips is {most}"
-    advice = f"lower optimizer.lr or look at the data of that step, then {then}"
-    return NotFiniteError(f"{told} and {kept}. guards.{rule}: {advice}")
+    if stops or not spikes:
+        advice = f"lower optimizer.lr or look at the data of that step, then {then}"
+        return NotFiniteError(f"{told} and {kept}. guards.{rule}: {advice}")
+    advice = f"look at the data of that step; where they are right, {then} with a larger guards.loss_spike_sigma"
+    return LossStoodOut(f"{told} and {kept}. guards.{rule}: {advice}")
 
 
 def _first_bad_router(z_L: Tensor, world: World) -> str:

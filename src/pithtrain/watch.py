@@ -66,6 +66,7 @@ GRACE_S = 5.0  # from another rank's error to leaving: our own main thread may f
 HOLD_S = POLL_S + GRACE_S + 2.0  # by then every living rank has seen the first error and written its own
 FROZEN_S = 10.0  # a process that did not run at all for so long was stopped from outside, or starved
 START_S = 60.0  # by then a launcher of this host has started all its processes
+RECORD_S = 2.0  # for what the flight recorder has: 2,000 collectives are told in milliseconds
 MARGIN_S = 30.0  # from a limit to the C thread that ends the process
 COMMENT_S = 60.0  # between two updates of the job's comment: the controller serves everyone
 
@@ -237,9 +238,15 @@ class Watch:
         }
 
     def record_collectives(self) -> None:
-        """After the error, since a device that hangs may keep this from coming back."""
-        with contextlib.suppress(Exception):
-            rundir.record_collectives(self.run, self.attempt, self.rank, flight.recorded())
+        """After the error, and by a thread that is not waited for long: a device that hangs may never answer."""
+
+        def record() -> None:
+            with contextlib.suppress(Exception):
+                rundir.record_collectives(self.run, self.attempt, self.rank, flight.recorded())
+
+        thread = threading.Thread(target=record, name="collectives", daemon=True)
+        thread.start()
+        thread.join(RECORD_S)
 
     def stood_still(self) -> float:
         """For how many seconds this process did not run at all, where the main thread has not moved on since; else 0.

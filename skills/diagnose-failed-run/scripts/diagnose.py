@@ -70,6 +70,8 @@ def next_command(run: RunDir, now: jobs.State, error: dict[str, Any] | None) -> 
             return f"{resume} --exclude {error['host']}"
         if error["type"] == "NotFiniteError":
             return f"{resume} --set optimizer.lr={load(run.spec_yaml).optimizer.lr / 2:g}"
+        if error["type"] == "LossStoodOut":
+            return f"{resume} --set guards.loss_spike_sigma={2 * (load(run.spec_yaml).guards.loss_spike_sigma or 6):g}"
         if error["exit_code"] in (2, 3):
             return f"{resume} --set A.B=C, with what the cause asks for"
         if not error.get("retry", True) or now.attempt > 1:
