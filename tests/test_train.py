@@ -18,7 +18,7 @@ import torch
 
 from harness import ALONE, MODEL, Pool, batches_of, make_spec, play, single
 from pithtrain import build as build_module
-from pithtrain import catalog, checkpoint, rundir
+from pithtrain import catalog, checkpoint, rundir, submit
 from pithtrain import train as train_module
 from pithtrain.build import build
 from pithtrain.errors import CheckpointError, DataError, LossStoodOut, NotFiniteError, RunFailed
@@ -509,6 +509,15 @@ def test_state_of_another_optimizer_is_refused_and_its_weights_are_taken(
     changes: dict[str, Any] = {"training": {"max_steps": 3}, "optimizer": {"type": ours, "lr": 1e-3}}
     with pytest.raises(CheckpointError, match=f"saved with optimizer.type = {theirs}, this run's is {ours}"):
         alone(train_spec(corpus, **changes), tmp_path / "a")
+    path = catalog.folder(RunDir(tmp_path / "a").checkpoints, 2)
+    with pytest.raises(CheckpointError, match=f"--set optimizer.type={theirs}, or begin a run"):
+        catalog.check_beginning(None, str(path), ours)
+    catalog.check_beginning(None, str(path), theirs)
+    catalog.check_beginning(path, "auto", ours)
+    spec = train_spec(corpus, training={"max_steps": 2}, optimizer={"type": theirs, "lr": 1e-3})
+    RunDir(tmp_path / "a").spec_yaml.write_text(spec.to_yaml())
+    with pytest.raises(CheckpointError, match=f"--set optimizer.type={theirs}, or begin a run"):
+        submit._changed_spec(RunDir(tmp_path / "a"), [f"optimizer.type={ours}"])
     begun = train_spec(corpus, **changes, init_from=str(tmp_path / "a"))
     assert alone(begun, tmp_path / "b") == Outcome(3, finished=True)
 
@@ -726,10 +735,10 @@ def test_too_many_losses_that_stand_out_end_the_run(
     monkeypatch.setattr(train_module, "stands_out", lambda loss, losses, sigma: torch.tensor(True))
     guards = {"loss_spike_sigma": 6.0, "max_consecutive_skips": 3}
     spec = train_spec(corpus, training={"max_steps": 9}, guards=guards)
-    with pytest.raises(
-        LossStoodOut,
-        match=r"stood out at step 3, .* step 3 is saved\. guards.max_consecutive_skips is 3: .* larger guards.loss_spike_sigma",
-    ):
+    message = (
+        r"stood out at step 3, .* step 3 is saved\. .*max_consecutive_skips is 3: .* larger guards.loss_spike_sigma"
+    )
+    with pytest.raises(LossStoodOut, match=message):
         alone(spec, tmp_path)
     assert catalog.read(catalog.folder(RunDir(tmp_path).checkpoints, 3))["updates"] == 0
 

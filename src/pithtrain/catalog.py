@@ -160,9 +160,9 @@ def candidates(path: Path, report: Callable[[str], None]) -> list[Path]:
     return found
 
 
-def check_beginning(init_from: Path | None, resume: str) -> None:
-    """Whether there is anything where a run is to begin, by names and markers alone: its ranks look closer. Raises
-    CheckpointError."""
+def check_beginning(init_from: Path | None, resume: str, optimizer: str) -> None:
+    """Whether there is anything where a run is to begin, by names and markers alone. `optimizer`:
+    its type. Raises CheckpointError."""
     if init_from is not None and (init_from / "config.json").exists():  # of a Hugging Face folder
         if not any(init_from.glob("*.safetensors")):
             raise CheckpointError(f"init_from: {init_from} has a config.json and no .safetensors: download it whole")
@@ -170,7 +170,9 @@ def check_beginning(init_from: Path | None, resume: str) -> None:
     for key, path in (("init_from", init_from), ("resume", None if resume == "auto" else Path(resume))):
         if path is not None:
             try:
-                candidates(path, lambda reason: None)
+                newest = candidates(path, lambda reason: None)[0]
+                if key == "resume":
+                    check_optimizer(newest, read(newest), optimizer)
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}") from error
 
@@ -196,6 +198,17 @@ def differences(key: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
         keys = sorted({*left, *right})
         return [item for k in keys for item in differences(f"{key}.{k}", left.get(k), right.get(k))]
     return [] if theirs == ours else [(key, theirs, ours)]
+
+
+def check_optimizer(path: Path, content: Marker, ours: str) -> None:
+    """Raises CheckpointError where the state is another `optimizer.type`'s: Muon keeps one moment of matrices."""
+    names = [key.partition("/")[2] for key in content["tensors"] if key.startswith("exp_avg/")]
+    theirs = "adamw" if all(f"exp_avg_sq/{name}" in content["tensors"] for name in names) else "muon"
+    if names and theirs != ours:
+        raise CheckpointError(
+            f"{path} was saved with optimizer.type = {theirs}, this run's is {ours}, which keeps other moments; "
+            f"resume with --set optimizer.type={theirs}, or begin a run with its weights (init_from)"
+        )
 
 
 def check_tensors(path: Path, have: Mapping[str, Sequence[int]], want: Mapping[str, Sequence[int]]) -> None:

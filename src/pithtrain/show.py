@@ -152,7 +152,9 @@ def _tensors(tensors: dict[str, dict[str, Any]]) -> Table:
     table = Table("parameter", "shape", "type", *heads, box=None, pad_edge=False)
     names = [key.partition("/")[2] for key in tensors if key.startswith("master/")]
     for name in names:
-        of = [tensors.get(f"{kind}/{name}") for kind in kinds]  # what follows expert load has no moments
+        of = [
+            tensors.get(f"{kind}/{name}") for kind in kinds
+        ]  # what follows expert load has no moments, what Muon moves one
         master = tensors[f"master/{name}"]
         norms = (f"{one['norm']:.6g}" if one else "" for one in of)
         table.add_row(name, Text(str(master["shape"])), master["dtype"], *norms)

@@ -167,7 +167,7 @@ def unfound(spec: RunSpec, resumed: bool = False) -> list[str]:
         found.append(str(error))
     try:
         if not resumed:
-            catalog.check_beginning(spec.init_from, spec.resume)
+            catalog.check_beginning(spec.init_from, spec.resume, spec.optimizer.type)
     except CheckpointError as error:
         found.append(str(error))
     return found
@@ -313,13 +313,17 @@ def _possible(spec: RunSpec, cluster: slurm.Cluster, force: bool) -> list[str]:
 
 
 def _changed_spec(run: RunDir, changes: Sequence[str]) -> tuple[RunSpec, RunSpec]:
-    """The run's spec before and after a resume's changes. Raises SpecError for what would make it another run."""
+    """The run's spec before and after a resume's changes. Raises SpecError for what would make it another run, and
+    CheckpointError where the other optimizer has nothing to go on from."""
     before, spec = load(run.spec_yaml), load(run.spec_yaml, changes)
     names = ("name", "output_dir", "model")
     old, new = (each.model_dump(mode="json", include=set(names)) for each in (before, spec))
     if fixed := [one for name in names for one in catalog.differences(name, old[name], new[name])]:
         rule = "cannot change at a resume; start another run"
         raise SpecError([Problem(key, ours, f"was {show(theirs)} and {rule}") for key, theirs, ours in fixed])
+    if spec.optimizer.type != before.optimizer.type:
+        for newest in catalog.complete(run.checkpoints, lambda reason: None)[:1]:
+            catalog.check_optimizer(newest, catalog.read(newest), spec.optimizer.type)
     return before, spec
 
 

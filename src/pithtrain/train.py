@@ -466,15 +466,10 @@ def _resume(job: Job, engine: Engine, about: dict[str, Any]) -> Position:
         catalog.check(path, content, about)
         if content["kind"] != "full":
             raise CheckpointError(f"{path} holds weights alone, no optimizer state: name it as init_from")
+        catalog.check_optimizer(path, content, spec.optimizer.type)
         have = {key: one["shape"] for key, one in content["tensors"].items()}
-        table, ours = spec.model.config.parameters(), spec.optimizer.type
-        if have.keys() == checkpoint.shapes(table, muon=ours == "adamw").keys():
-            theirs = "muon" if ours == "adamw" else "adamw"
-            raise CheckpointError(
-                f"{path} was saved with optimizer.type = {theirs}, this run's is {ours}, which keeps other moments; "
-                f"resume with --set optimizer.type={theirs}, or begin a run with its weights (init_from)"
-            )
-        catalog.check_tensors(path, have, checkpoint.shapes(table, muon=ours == "muon"))
+        muon = spec.optimizer.type == "muon"
+        catalog.check_tensors(path, have, checkpoint.shapes(spec.model.config.parameters(), muon))
         if content["step"] > spec.training.max_steps:
             raise CheckpointError(
                 f"{path} is at step {content['step']}, beyond training.max_steps = {spec.training.max_steps}; "
