@@ -161,8 +161,8 @@ def candidates(path: Path, report: Callable[[str], None]) -> list[Path]:
 
 
 def check_beginning(init_from: Path | None, resume: str, optimizer: str) -> None:
-    """Whether there is anything where a run is to begin, by names and markers alone. `optimizer`:
-    its type. Raises CheckpointError."""
+    """Whether there is anything where a run is to begin, by names and markers alone. `optimizer`: its type. Raises
+    CheckpointError."""
     if init_from is not None and (init_from / "config.json").exists():  # of a Hugging Face folder
         if not any(init_from.glob("*.safetensors")):
             raise CheckpointError(f"init_from: {init_from} has a config.json and no .safetensors: download it whole")

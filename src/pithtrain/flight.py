@@ -98,11 +98,11 @@ def _line(
     expected = _members(members) or sorted(told)
     absent = [rank for rank in expected if rank in told and ranks.get(rank, {}).get("begun", 0) < number]
     silent = [rank for rank in expected if rank not in told]
-    said = sorted(set(_calls(inside)))
+    calls = dict(zip(inside, _calls(inside), strict=True))
+    if len({*calls.values()}) > 1:
+        said = ", ".join(f"rank {rank} calls {call}" for rank, call in calls.items())
+        return 0, at, f"collective {number} of {what}: {said}"
     head = f"{next(iter(inside.values()))['operation']} {number} of {what}"
-    if len(said) > 1:
-        calls = ", ".join(f"rank {rank} calls {call}" for rank, call in zip(inside, _calls(inside), strict=True))
-        return 0, at, f"collective {number} of {what}: {calls}"
     parts = [f"{_ranks(sorted(inside))} waited in it"]
     if absent:
         parts.append(f"{_ranks(absent)} had not begun it")

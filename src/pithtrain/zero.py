@@ -282,10 +282,11 @@ class Gathering:
         one = segments[0].of
         self._group, self._part, parts = one.group, one.part, range(one.parts)
         self._segments = sorted(segments, key=lambda each: each.owner)
-        self._own = [each for each in segments if each.owner == one.part]
+        self._own = [(each.of, [each.size(part) for part in parts]) for each in segments if each.owner == one.part]
+        self._sizes = [each.size(one.part) for each in self._segments]
         self.members = list({id(each.of): each.of for each in segments}.values())
         self._to = [sum(each.size(one.part) for each in segments if each.owner == part) for part in parts]
-        self._from = [sum(each.size(part) for each in self._own) for part in parts]
+        self._from = [sum(sizes[part] for _, sizes in self._own) for part in parts]
 
     def start(self, now: Update) -> None:
         """Take a step of the momentum, and send it to the owners."""
@@ -301,21 +302,20 @@ class Gathering:
     def turn(self) -> None:
         """Turn what this rank owns, and send it back."""
         _wait([self._work])
-        sections, taken = self._away.split(self._from), [0] * len(self._from)
-        for each in self._own:
-            pieces: list[Tensor] = []
-            for part, section in enumerate(sections):
-                pieces.append(section[taken[part] : taken[part] + each.size(part)])
-                taken[part] += len(pieces[-1])
-            turned = each.of.turn(torch.cat(pieces).view(-1, each.of.chunk[1]))
-            for piece, direction in zip(pieces, turned.flatten().split([*map(len, pieces)]), strict=True):
+        sections, every = self._away.split(self._from), zip(*(sizes for _, sizes in self._own), strict=True)
+        by_rank = [
+            section.split(sizes) for section, sizes in zip(sections, every, strict=False)
+        ]  # none where none is own
+        for (one, sizes), pieces in zip(self._own, zip(*by_rank, strict=True), strict=True):
+            turned = one.turn(torch.cat(pieces).view(-1, one.chunk[1]))
+            for piece, direction in zip(pieces, turned.flatten().split(sizes), strict=True):
                 piece.copy_(direction)
         self._work = all_to_all(self._away, self._from, self._home, self._to, self._group)
 
     def arrived(self) -> Iterator[tuple[Sharded, Tensor]]:
         """Every member, and the direction of this rank's rows of it."""
         _wait([self._work])
-        pieces = self._home.split([each.size(self._part) for each in self._segments])
+        pieces = self._home.split(self._sizes)
         del self._work, self._home, self._away  # the pieces alone keep what arrived
         placed = sorted(zip(self._segments, pieces, strict=True), key=lambda pair: pair[0].first)
         for one in self.members:
@@ -436,9 +436,10 @@ class Zero:
         self._updates += 1 - skipped
         now = Update(optimizer, lr, self._updates, clip, skipped, self._kernels)
         self.wait_for_weights()
-        for gathering in (each for unit in self._units for each in self._gatherings[unit]):
+        gatherings = [*itertools.chain.from_iterable(self._gatherings.values())]
+        for gathering in gatherings:
             gathering.start(now)
-        for gathering in (each for unit in self._units for each in self._gatherings[unit]):
+        for gathering in gatherings:
             gathering.turn()
         for unit, members in self._units.items():
             for one in members:
